@@ -20,25 +20,34 @@ FOCUSED = (
     " e.textContent)(document.activeElement)"
 )
 CONTRASTS = """(() => {
-  const parse = text => { const [r, g, b, a = 1] = text.match(/[\\d.]+/g).map(Number); return {rgb: [r, g, b], a}; };
+  const parse = text => {
+    const [r, g, b, a = 1] = text.match(/[\\d.]+/g).map(Number);
+    return {rgb: [r, g, b], a};
+  };
   const part = c => (c /= 255) <= 0.03928 ? c / 12.92 : ((c + 0.055) / 1.055) ** 2.4;
   const light = rgb => 0.2126 * part(rgb[0]) + 0.7152 * part(rgb[1]) + 0.0722 * part(rgb[2]);
   const over = (top, below) => top.rgb.map((c, at) => c * top.a + below[at] * (1 - top.a));
   const paper = element => {
     const node = element.closest('.node'), layers = [];
-    if (node && element !== node.querySelector('.now')) layers.push(parse(getComputedStyle(node.querySelector('.box')).fill));
-    for (let at = element; at; at = at.parentElement) layers.push(parse(getComputedStyle(at).backgroundColor));
+    if (node && element !== node.querySelector('.now'))
+      layers.push(parse(getComputedStyle(node.querySelector('.box')).fill));
+    for (let at = element; at; at = at.parentElement)
+      layers.push(parse(getComputedStyle(at).backgroundColor));
     return layers.reverse().reduce((below, layer) => over(layer, below), [255, 255, 255]);
   };
   const found = [];
   const walker = document.createTreeWalker(document.body, NodeFilter.SHOW_TEXT);
   while (walker.nextNode()) {
     const element = walker.currentNode.parentElement, style = getComputedStyle(element);
-    if (!walker.currentNode.data.trim() || !element.getClientRects().length || style.visibility === 'hidden') continue;
+    const text = walker.currentNode.data.trim();
+    if (!text || !element.getClientRects().length || style.visibility === 'hidden') continue;
     if (element.closest('[disabled], option, datalist, title, desc, .skip')) continue;
-    const below = paper(element), ink = over(parse(element instanceof SVGElement ? style.fill : style.color), below);
-    const [a, b] = [light(ink), light(below)].sort((x, y) => y - x), ratio = (a + 0.05) / (b + 0.05);
-    if (ratio < 4.5) found.push(`${walker.currentNode.data.trim().slice(0, 30)} (${element.tagName}.${element.className.baseVal ?? element.className}): ${ratio.toFixed(2)}`);
+    const color = element instanceof SVGElement ? style.fill : style.color;
+    const below = paper(element), ink = over(parse(color), below);
+    const [a, b] = [light(ink), light(below)].sort((x, y) => y - x);
+    const ratio = (a + 0.05) / (b + 0.05), kind = element.className.baseVal ?? element.className;
+    if (ratio < 4.5)
+      found.push(`${text.slice(0, 30)} (${element.tagName}.${kind}): ${ratio.toFixed(2)}`);
   }
   return [...new Set(found)];
 })()"""
@@ -202,7 +211,8 @@ def test_text_stands_out_from_what_is_behind_it(page: Browser, dark: bool, place
 def test_who_wants_nothing_to_move_sees_nothing_move(page: Browser, tmp_path: Path) -> None:
     moving = """[...document.querySelectorAll('*')].filter(e => {
       const style = getComputedStyle(e);
-      return style.scrollBehavior === 'smooth' || style.animationName !== 'none' || parseFloat(style.transitionDuration) > 0;
+      return style.scrollBehavior === 'smooth' || style.animationName !== 'none' ||
+        parseFloat(style.transitionDuration) > 0;
     }).length"""
     assert page.ask(moving) > 0
     page.look_like(1280, 900, still=True)
