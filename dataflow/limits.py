@@ -121,10 +121,10 @@ def joins_too_long(limits: Limits, folder: str, name: str, missing: object) -> D
     )
 
 
-def no_host_for_too_long(limits: Limits, folder: str, wanted: str) -> DeadlineError:
-    """Of a run that has lost a host. wanted: who needs what, and what there is."""
+def no_host_for_too_long(limits: Limits, folder: str, needs: str) -> DeadlineError:
+    """Of a run that has lost a host. needs: who needs what, and what there is."""
     return DeadlineError(
-        f"the scheduler waited {limits.host_s:.0f} s for a host that joins, as {wanted}; have more"
+        f"the scheduler waited {limits.host_s:.0f} s for a host that joins, as {needs}; have more"
         f" hosts join and resume the run, or raise Limits.host_s ({folder})"
     )
 

@@ -471,13 +471,13 @@ def _made(runs: str | Path, name: str) -> Iterator[RunFolder]:
 
 
 def _held_over_hosts(
-    folder: RunFolder, limits: Limits, told: Callable[[str], object], open_: contextlib.ExitStack
+    folder: RunFolder, limits: Limits, tell: Callable[[str], object], open_: contextlib.ExitStack
 ) -> tuple[run_hold.RunHold, LedgerProcess]:
     """The run in the hands of this process until `open_` ends, and the process that keeps it there,
     which can serve the ledger to other hosts. Errors: as `run_hold.held`.
     """
     hold = open_.enter_context(
-        run_hold.held(folder, still_s=max(limits.hang_s, run_hold.LEAST_STILL_S), told=told)
+        run_hold.held(folder, still_s=max(limits.hang_s, run_hold.LEAST_STILL_S), tell=tell)
     )
     if folder.ledger.exists():
         Ledger.prove(folder.ledger)
@@ -493,7 +493,7 @@ def _print(text: str) -> None:
     for_a_while(lambda: print(text, flush=True))
 
 
-def _convert_models(graph: Graph, told: Callable[[str], object]) -> None:
+def _convert_models(graph: Graph, tell: Callable[[str], object]) -> None:
     """Make the folders of models in GGUF files that can be converted; what cannot is refused with
     the rest. Errors: GGUFError where the cache cannot be written.
     """
@@ -502,7 +502,7 @@ def _convert_models(graph: Graph, told: Callable[[str], object]) -> None:
         model.source for model in models if isinstance(model, Model) and is_gguf(model.source)
     ):
         if file_fault(source) is None:
-            converted(source, told=told)
+            converted(source, tell=tell)
 
 
 def _check_files(graph: Graph) -> None:

@@ -209,14 +209,14 @@ def written(
     return "\n".join(lines) + "\n"
 
 
-def _shown(flag: Flag, value: Any, given: Words | None) -> str:
+def _shown(flag: Flag, value: Any, typed: Words | None) -> str:
     if value is None:
         return "null"
     if flag.is_switch:
         return str(value).lower()
     words = [str(part) for part in value] if isinstance(value, tuple | list | set) else [str(value)]
-    if given is not None and given.words:
-        words = given.words
+    if typed is not None and typed.words:
+        words = typed.words
     inside = {
         kind
         for kind_or_union in flag.kinds

@@ -68,8 +68,8 @@ class Faults:
         }
         self._open[worker] = _Open(line, now)
 
-    def recovered(self, worker: str, told: str = "") -> None:
-        """A worker is at work; a worker without a fault is not reported. told: what to say where it
+    def recovered(self, worker: str, text: str = "") -> None:
+        """A worker is at work; a worker without a fault is not reported. text: what to say where it
         was not simply restarted.
         """
         fault = self._open.get(worker)
@@ -78,7 +78,7 @@ class Faults:
             again = fault.line["rollouts_again"]
             more = f"; {again} rollout{'s' if again > 1 else ''} drawn again" if again else ""
             self._notices.append(
-                told or f"worker {worker} {fault.line['cause']}, restarted after {took:.1f} s{more}"
+                text or f"worker {worker} {fault.line['cause']}, restarted after {took:.1f} s{more}"
             )
             self._write(worker, round(took, 3))
 

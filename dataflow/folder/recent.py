@@ -53,9 +53,9 @@ class RecentSpans:
         self._path: Path | None = None
         self._begun = 0.0
 
-    def add(self, node: str, what: str, begin_s: float, end_s: float) -> None:
+    def add(self, node: str, activity: str, begin_s: float, end_s: float) -> None:
         """Add a span that begins after all of its name have ended."""
-        self._spans.add(f"{node}\0{what}", begin_s, end_s)
+        self._spans.add(f"{node}\0{activity}", begin_s, end_s)
 
     @property
     def is_due(self) -> bool:

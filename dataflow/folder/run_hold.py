@@ -205,10 +205,10 @@ def held(
     *,
     still_s: float = STILL_S,
     sleep: Callable[[float], object] = time.sleep,
-    told: Callable[[str], object] = lambda text: None,
+    tell: Callable[[str], object] = lambda text: None,
 ) -> Iterator[RunHold]:
     """Be the only scheduler in a run folder that several hosts see, for as long as the block lasts.
-    told: hears what is waited for, and how long.
+    tell: hears what is waited for, and how long.
 
     Where the one before has not let go of it, and may live, cut off from here, the ledger is put in
     a new file: what that one still writes is nobody's. Errors: UnderWay; RunFolderError;
@@ -217,7 +217,7 @@ def held(
     taking = Taking(folder.path, still_s=still_s)
     hold = taking.look()
     if hold is None:
-        told(taking.waits)
+        tell(taking.waits)
     while hold is None:
         sleep(RAISE_S / 2)
         hold = taking.look()

@@ -29,21 +29,21 @@ class Trace:
         self.recent = RecentSpans(process)
         """The last minute, with what nodes waited for and what their operators told by name."""
 
-    def add(self, node: str, what: str, begin_s: float, end_s: float) -> None:
+    def add(self, node: str, activity: str, begin_s: float, end_s: float) -> None:
         """What `node` did from begin to end, in seconds: `WORK`, or why it rested."""
-        if what == WORK:
+        if activity == WORK:
             self._spans.add(node, begin_s, end_s)
-        if what == WORK or end_s - begin_s >= LEAST_S:
-            self.recent.add(node, what, begin_s, end_s)
+        if activity == WORK or end_s - begin_s >= LEAST_S:
+            self.recent.add(node, activity, begin_s, end_s)
 
     @contextlib.contextmanager
-    def within(self, node: str, what: str) -> Iterator[None]:
+    def within(self, node: str, activity: str) -> Iterator[None]:
         """A stretch of a slice of work, by name."""
         began = time.monotonic()
         try:
             yield
         finally:
-            self.recent.add(node, what, began, time.monotonic())
+            self.recent.add(node, activity, began, time.monotonic())
 
     def write(self, folder: RunFolder) -> None:
         """Put the spans beside the process's log, for `merge`."""

@@ -36,12 +36,12 @@ _BYTES = {"F32": 4, "F16": 2, "BF16": 2}
 _SPARE_BYTES = 64 << 20
 
 
-def converted(source: str, *, told: Callable[[str], object] = lambda said: None) -> Path:
+def converted(source: str, *, tell: Callable[[str], object] = lambda text: None) -> Path:
     """The folder that a source's file stands in, converted: at once where that was done before.
 
     The folder holds float32 wherever the file's numbers are quantised, which is what they mean:
     trainers compute in float32 whatever a Model's dtype, and a reader of bfloat16 rounds as it
-    reads. told: hears what is done before it takes its seconds.
+    reads. tell: hears what is done before it takes its seconds.
 
     Raises:
         GGUFError: the file cannot be had or converted, the cache cannot be written, or another
@@ -54,7 +54,7 @@ def converted(source: str, *, told: Callable[[str], object] = lambda said: None)
         target.parent.mkdir(parents=True, exist_ok=True)
         with _alone(target) as work:
             if not target.is_dir():
-                told(f"converting {file_of(source)} into {target}, once")
+                tell(f"converting {file_of(source)} into {target}, once")
                 _convert(read_content(file_of(source)), work)
                 work.rename(target)
                 flush_to_disk(target.parent)

@@ -161,18 +161,18 @@ def _not_kept(checkpoints: Checkpoints, node: str, start: int, missing: int) -> 
 
 
 def steps_to_train(
-    node: str, made: Sequence[MadeStep], start: int, last: int | None
+    node: str, made_steps: Sequence[MadeStep], start: int, last: int | None
 ) -> list[MadeStep]:
     """Steps after `start`. Errors: RunError when there is none, or the run did not come to
     `last`.
     """
-    end = made[-1].step if made else 0
+    end = made_steps[-1].step if made_steps else 0
     if last is not None and last > end:
         raise RunError(
             f"'{node}' made {end} steps, so none can be replayed up to {last}; give --to {end} or"
             " less"
         )
-    steps = [step for step in made if step.step > start]
+    steps = [step for step in made_steps if step.step > start]
     if not steps:
         raise RunError(
             f"'{node}' made {end} steps, and the replay would start from step {start}: nothing is"

@@ -72,10 +72,10 @@ def recovered(record: WorkerRecord, now: float) -> None:
         record.at_work_since = now
 
 
-def progressed(table: Table, made: int, now: float) -> None:
+def progressed(table: Table, steps: int, now: float) -> None:
     """The run has made so many steps; steps that are made again are no progress."""
-    if made > table.made:
-        table.made, table.progressed_at = made, now
+    if steps > table.made:
+        table.made, table.progressed_at = steps, now
 
 
 def restart(table: Table, now: float) -> list[WorkerRecord]:

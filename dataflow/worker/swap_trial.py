@@ -49,11 +49,11 @@ def main(graph: Graph, plan: Plan, settings: Settings, link: SchedulerLink) -> i
     return 0
 
 
-def tried(graph: Graph, plan: Plan, wanted: Swap) -> Swap:
+def tried(graph: Graph, plan: Plan, request: Swap) -> Swap:
     """The swap, with its text and knobs; its operator was built once. Errors: GraphError where it
     cannot be.
     """
-    swap = find(wanted)
+    swap = find(request)
     operator = fit(graph, swap, load(swap)).operators[swap.node]
     facts: dict[str, Any] = context_facts(graph, plan, swap.node)
     operator.build(Context(log=structlog.get_logger(), **facts)).close()

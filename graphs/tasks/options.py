@@ -133,5 +133,5 @@ def refuse_idle(task: Any, names: tuple[str, ...], why: str) -> None:
             )
 
 
-def _without(flag: str, value: object, other: str) -> GraphError:
-    return GraphError(f"{flag} {value} would have no effect without {other}; give both, or neither")
+def _without(flag: str, value: object, name: str) -> GraphError:
+    return GraphError(f"{flag} {value} would have no effect without {name}; give both, or neither")

@@ -369,7 +369,7 @@ def _located(model: Model) -> str:
     if not is_gguf(model.source):
         return model.source
     try:
-        return str(converted(model.source, told=structlog.get_logger().info))
+        return str(converted(model.source, tell=structlog.get_logger().info))
     except GGUFError as error:
         raise ModelError(f"model '{model.name}' cannot be loaded: {error}") from error
 

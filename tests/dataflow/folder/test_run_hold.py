@@ -209,10 +209,10 @@ def test_who_waits_whether_a_run_is_held_says_for_whom_and_how_long(
 ) -> None:
     folder = RunFolder.create(tmp_path, "t")
     told: list[str] = []
-    with held(folder, told=told.append):
+    with held(folder, tell=told.append):
         pass
     take(folder.path, clock)  # and it dies
-    with held(folder, still_s=0.05, sleep=lambda seconds: time.sleep(0.02), told=told.append):
+    with held(folder, still_s=0.05, sleep=lambda seconds: time.sleep(0.02), tell=told.append):
         pass
     (said,) = told
     assert f"was not let go of: waiting 0 s to see whether process {os.getpid()} on host '" in said

@@ -308,7 +308,7 @@ def test_one_process_converts_and_others_wait_for_as_long_as_it_writes(
 
     monkeypatch.setattr(conversion.time, "sleep", finished)
     said: list[object] = []
-    assert converted(source, told=said.append) == target
+    assert converted(source, tell=said.append) == target
     assert waits and not said and not list(target.iterdir())
     holder.close()
 
