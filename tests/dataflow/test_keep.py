@@ -80,9 +80,9 @@ def reasons(batch: pa.RecordBatch) -> list[str | None]:
 
 def test_a_filter_is_an_operator_that_reads_columns_and_adds_the_reason() -> None:
     assert isinstance(not_easy, Keep) and not_easy.name == "not_easy"
-    assert not_easy.reads() == {"reward": Array} and list(not_easy.configured(most=0.5).given) == [
-        "most"
-    ]
+    assert not_easy.reads() == {"reward": Array} and list(
+        not_easy.configured(most=0.5).given_knobs
+    ) == ["most"]
     assert set(not_easy.provides({"x": pa.int64()})) == {"x", ERROR, DROP_REASON}
     assert (not_easy.light, not_easy.state, not_easy.knobs()) == (
         True,

@@ -67,7 +67,9 @@ def test_values_take_their_place_and_what_computes_log_probabilities_follows_the
     assert [found[name].temperature for name in ("generator", "trainer", "ref_logprobs")] == [
         0.5
     ] * 3
-    assert found["reward"].given == {"scale": 4.0} and found["long"].given == {"least": 7}
+    assert found["reward"].given_knobs == {"scale": 4.0} and found["long"].given_knobs == {
+        "least": 7
+    }
     assert made.feedbacks[0].max_staleness == 3 and graph.feedbacks[0].max_staleness == 2
     assert graph.operators["trainer"].settable()["rho"].value == 3.0, "the one before stays"
 

@@ -226,7 +226,7 @@ def graph_of_main() -> Graph:
 def test_the_command_line_takes_ranks(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("dataflow.node.start_fault", lambda model: None)
+    monkeypatch.setattr("dataflow.model_files.start_fault", lambda model: None)
     main(graph_of_main, args=["--ranks", "trainer=2", "--explain", "--runs", str(tmp_path)])
     said = capsys.readouterr().out
     assert (
