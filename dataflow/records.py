@@ -56,13 +56,13 @@ MOST_TOKENS = "most_tokens"
 STOP = "stop"
 
 SAMPLING_MASK_TYPE = pa.list_(pa.list_(pa.int32()))
+"""By token of the rollout the ids that truncation left; null in the prompt and where it left
+all."""
 SAMPLED_COLUMNS: Mapping[str, pa.DataType] = {
     RAW_COMPLETION: pa.string(),
     SAMPLING_MASK: SAMPLING_MASK_TYPE,
 }
 """What a generator adds where it is asked to."""
-"""By token of the rollout the ids that truncation left; null in the prompt and where it left
-all."""
 
 TOKEN_NUMBERS = pa.list_(pa.float32())
 """By token of the rollout a number, 0 where the mask is false: ref_logprobs, values and their

@@ -299,15 +299,20 @@ def plan(
 ) -> Plan:
     """Map the graph onto devices.
 
-    gpus: accelerators by node, or the name of the node whose devices it shares (main memory, where
-    that node has no accelerator): they take turns. "shared": all nodes that compute share all
-    devices. replicas: copies of a node that runs on CPU (accelerators count replicas by
-    themselves). ranks: processes that share out the model of a trainer that runs on CPU
-    (accelerators count them by themselves). scale: copies of a node from a step of the trainers on.
-    weights: the executor of the weight plane; None: chosen for each reader. message_bytes: most
-    bytes of one message on a data edge; a larger group goes in parts. place: by node, the host of
-    its replicas, or several that they take in turn, or that the ranks of a trainer are spread over;
-    others are placed as `placing` says. one_process: all operators run in one.
+    Args:
+        gpus: accelerators by node, or the name of the node whose devices it shares (main memory,
+            where that node has no accelerator): they take turns. "shared": all nodes that compute
+            share all devices.
+        replicas: copies of a node that runs on CPU (accelerators count replicas by themselves).
+        ranks: processes that share out the model of a trainer that runs on CPU (accelerators count
+            them by themselves).
+        scale: copies of a node from a step of the trainers on.
+        weights: the executor of the weight plane; None: chosen for each reader.
+        message_bytes: most bytes of one message on a data edge; a larger group goes in parts.
+        place: by node, the host of its replicas, or several that they take in turn, or that the
+            ranks of a trainer are spread over; others are placed as `placing` says.
+        one_process: all operators run in one.
+
     Raises GraphError for unknown nodes and hosts, for more devices than there are, for ranks that
     cannot share a model out or find no host that has room for all of them, for an executor that
     cannot serve, and for groups that an edge could never hold.

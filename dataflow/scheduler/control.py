@@ -525,7 +525,7 @@ class Scheduler:
         self._server.send(to, message, self.table.workers[to].host)
 
     def _spawn(self, command: events.StartWorker) -> None:
-        """Ask the forkserver for a process."""
+        """Ask the forkserver for a process, which runs `worker.main`."""
         record, graph = self.table.workers[command.name], self.table.graph
         settings = dataclasses.replace(
             self._of(record, record.host),

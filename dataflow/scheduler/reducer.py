@@ -4,8 +4,8 @@ done.
 `reduce(table, event, now)` is all that changes a table; it reads no clock and touches nothing
 outside. Events are messages of workers, what the forkserver tells of processes, wishes, and time
 that passes; commands are processes to start, messages and signals to send, and what people are to
-know (`events`). A scheduler that takes over begins with the table that the one before left
-(`folder.snapshot`), and an event of its own.
+know (`events`), which `control.Scheduler` carries out. A scheduler that takes over begins with the
+table that the one before left (`folder.snapshot`), and an event of its own.
 
 The life of a worker, attempt by attempt; `Membership`, its place in the graph, stays over all of
 them (`scaling`):

@@ -91,7 +91,11 @@ class InWorker:
 
 
 def caller_of(scorer: ScorerKnobs[..., Any]) -> Caller:
-    """The caller of a scorer: a pool, whose server is forked here, or this process."""
+    """The caller of a scorer: a pool, whose server is forked here, or this process.
+
+    Both make calls by `prepare` and describe their exceptions by `describe`: in a pool's processes
+    `server.make_calls` does so.
+    """
     code = code_of(scorer.function) or scorer.function.__code__
     settings = PoolSettings(
         prepare=partial(prepare, scorer),

@@ -80,11 +80,12 @@ class PoolSettings:
     """What every process of a pool needs to know; inherited by fork, never sent."""
 
     prepare: Callable[[bytes], Call]
-    """From the payload of a chunk to the function that makes its call number i."""
+    """From the payload of a chunk to the function that makes its call number i; of a scorer
+    `values.prepare`."""
     pack: Callable[[list[Any]], bytes]
-    """Results of several calls as bytes, for whoever submitted them."""
+    """Results of several calls as bytes, for whoever submitted them; of a scorer `values.pack`."""
     describe: Callable[[BaseException], str]
-    """The text that is recorded for an exception."""
+    """The text that is recorded for an exception; of a scorer `return_values.describe`."""
     processes: int = 1
     concurrency: int = 1
     """Calls at once within a process."""

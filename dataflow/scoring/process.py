@@ -1,5 +1,6 @@
-"""The owner's view of one process of a pool: its channel, its calls, and the call that it is
-making.
+"""The owner's view of one process of a pool: its channel, its calls, and the call it is making.
+
+What runs in the process is `server.make_calls`.
 """
 
 import contextlib

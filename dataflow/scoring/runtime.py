@@ -1,4 +1,8 @@
-"""The runtime of a scorer: rows come in, and leave with one more column; failures are recorded."""
+"""The runtime of a scorer: rows come in, and leave with one more column; failures are recorded.
+
+A call goes `_submit`, `Caller.submit`, `server.make_calls` (in a process of the pool), the user's
+function. Its answer comes back by `Caller.poll`, `_take`, `_fail`, `_scored_records`.
+"""
 
 from collections import Counter
 from collections.abc import Collection, Sequence
@@ -197,6 +201,7 @@ class Scoring(Runtime):
         self._jobs[number] = _Job(held_batch, rows, starts, calls)
 
     def _take(self, answer: Answer) -> None:
+        """Keep the scores of some calls; what failed goes to `_fail`, or is called again."""
         job = self._jobs[answer.job]
         held_batch = job.batch
         answered = [call for call in answer.calls if call not in answer.failures]
@@ -251,6 +256,7 @@ class Scoring(Runtime):
             self._done.append(held_batch)
 
     def _fail(self, held_batch: _HeldBatch, rows: AnyArray, text: str) -> None:
+        """Keep the error of some rows, which `_scored_records` writes into their column `error`."""
         for row in rows.tolist():
             held_batch.failures[row] = f"{self._scorer.name}: {text}"
         self._causes[RolloutFailure.read(f"{self._scorer.name}: {text}").cause] += len(rows)

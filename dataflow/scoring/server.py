@@ -1,4 +1,9 @@
-"""The small server that forks a pool's processes: one thread, so that forking is always safe."""
+"""The processes of a pool: what each runs (`make_calls`), and the small server that forks them
+(`start_server`), of one thread, so that forking is always safe.
+
+What a user's function raises is caught in `_outcome`, `_awaited_outcome` or `_Questions.awaited`,
+and goes back as the text that `PoolSettings.describe` makes of it.
+"""
 
 import asyncio
 import contextlib
@@ -69,7 +74,7 @@ def _one_by_one(channel: Channel[Any], source: Source, settings: PoolSettings) -
         for index in range(message.calls):
             start = clock()
             _enter(source, message.chunk, index, start)
-            answer = _attempt(call, index, settings)
+            answer = _outcome(call, index, settings)
             source[0] = -1
             answers.add(message.chunk, index, *answer)
             if answers.are_due(clock() - start):
@@ -87,7 +92,7 @@ def _by_threads(channel: Channel[Any], sources: list[Source], settings: PoolSett
             chunk, index, call = todo.get()
             start = time.monotonic_ns()
             _enter(source, chunk, index, start)
-            answer = _attempt(call, index, settings)
+            answer = _outcome(call, index, settings)
             source[0] = -1
             with lock:
                 answers.add(chunk, index, *answer)
@@ -158,7 +163,7 @@ async def _by_tasks(channel: Channel[Any], sources: list[Source], settings: Pool
             if settings.asks:
                 answer = await questions.awaited(call, source, chunk, index, settings)
             else:
-                answer = await _awaited(call, index, settings)
+                answer = await _awaited_outcome(call, index, settings)
             source[0] = -1
             answers.add(chunk, index, *answer)
             loop.call_soon(send_all)
@@ -169,7 +174,10 @@ async def _by_tasks(channel: Channel[Any], sources: list[Source], settings: Pool
             workers.create_task(work(source))
 
 
-async def _awaited(call: Call, index: int, settings: PoolSettings) -> tuple[Any, str | None]:
+async def _awaited_outcome(
+    call: Call, index: int, settings: PoolSettings
+) -> tuple[Any, str | None]:
+    """As `_outcome`, for a call that returns a coroutine."""
     limit = asyncio.timeout(settings.timeout_s)
     try:
         async with limit:
@@ -194,7 +202,7 @@ class _Questions:
     async def awaited(
         self, call: Call, source: Source, chunk: int, index: int, settings: PoolSettings
     ) -> tuple[Any, str | None]:
-        """As `_awaited`, for a call that asks."""
+        """As `_awaited_outcome`, for a call that asks."""
         limit = asyncio.timeout(settings.timeout_s)
         ask = _Asking(self._post, self._open, limit, source, (chunk, index), settings.timeout_s)
         try:
@@ -314,7 +322,7 @@ def _enter(source: Source, chunk: int, index: int, now_ns: int) -> None:
     source[0] = chunk
 
 
-def _attempt(call: Call, index: int, settings: PoolSettings) -> tuple[Any, str | None]:
+def _outcome(call: Call, index: int, settings: PoolSettings) -> tuple[Any, str | None]:
     """Make a call: its value, or why it failed."""
     try:
         return call(index), None

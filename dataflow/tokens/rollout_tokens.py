@@ -1,4 +1,7 @@
-"""A rollout's tokens, one array per column: from the engine, over wire and disk, to the trainer."""
+"""A rollout's tokens, one array per column: from the engine, over wire and disk, to the trainer.
+
+What an array more asks for is in CONTRIBUTING.md ("Add a column per token").
+"""
 
 from __future__ import annotations
 

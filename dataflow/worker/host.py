@@ -191,7 +191,7 @@ class NodeLoops:
         return [edge for edge in edges(self.graph) if edge.producer in self.nodes]
 
     def build(self) -> None:
-        """Make the heavy objects."""
+        """Make the heavy objects: `Trainer.build` makes a `TrainerRuntime`, and so on."""
         for name in self.nodes:
             self._enter(name)
             if (turns := self._turns(name)) is not None:

@@ -130,9 +130,9 @@ class Engine:
         """Prepare for up to `slots` rows of at most `context_tokens` tokens.
 
         Args:
-            model: a decoder that `self_test.adapt` has switched to attention over pages.
-            kernel: what `self_test.adapt` found right; None to attend with torch's operators.
-            fused: what `self_test.adapt` found to compute the whole model; None to call the model.
+            model: a decoder that `build.adapt` has switched to attention over pages.
+            kernel: what `build.adapt` found right; None to attend with torch's operators.
+            fused: what `build.adapt` found to compute the whole model; None to call the model.
             token_bytes: bytes of keys and values that one position takes in all layers.
             cache_bytes: budget of the KV-cache; None: a share of the memory that is free now.
             on_update: keep the keys and values of unfinished rows when weights change, or recompute

@@ -232,7 +232,7 @@ class Request:
 
     @property
     def knobs(self) -> dict[str, Any]:
-        """The knobs of `sampling.Sampling`."""
+        """The knobs of `sampling_params.Sampling`."""
         names = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
         return {name: getattr(self, name) for name in names}
 

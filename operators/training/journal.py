@@ -12,11 +12,12 @@ The order after an update, and what a crash between two of its points leaves:
 | its acknowledgements | m + 1 | m + 1 | the same; groups that come again are acknowledged |
 | half a checkpoint | m + 1 | m + 1 | takes the newest with a commit marker and undamaged files |
 | a checkpoint's marker | m + 1 | m + 1 | takes it, whether the ledger knows of it or not |
-| the same, with the temporary marker | m + 1 | m + 1 | the same; both go with the next |
+| a marker, before the temporary checkpoint goes | m + 1 | m + 1 | the same; the next removes both |
 | half of a return to an earlier step | m + 1, or that one | m + 1 | begins the transaction again |
 
-So no reader ever has a version that the ledger does not know. Drops are recorded with the step, or
-before it where they are many, as those of the step under way.
+The next start is `checkpoints.resuming.find_start`, then `catch_up.CatchUp`. So no reader ever has
+a version that the ledger does not know. Drops are recorded with the step, or before it where they
+are many, as those of the step under way.
 """
 
 from __future__ import annotations

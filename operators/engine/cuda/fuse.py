@@ -14,7 +14,7 @@ from operators.models.layers import decoder_layers
 
 
 def fuse_layers(model: torch.nn.Module) -> int:
-    """Compile each decoder layer of a model that `self_test.adapt` has switched; how many there
+    """Compile each decoder layer of a model that `build.adapt` has switched; how many there
     are.
 
     Layers of one kind share their code, which is made for any number of tokens when first called.

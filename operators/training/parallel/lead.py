@@ -279,7 +279,7 @@ class RankShare:
 
 
 def dealt(step: Prepared, ranks: int, limit: int, whole: bool) -> list[RankShare]:
-    """The share of each data rank; see `dealing.deal`."""
+    """The share of each data rank; see `deal`."""
     rows = chosen(step.rows, step.computed)
     scale_R = step.scale_R[step.computed]
     shares = []
