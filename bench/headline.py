@@ -86,15 +86,17 @@ def table(page: str, heading: str) -> Table:
         for column, cell in zip(rows[0][1:], row[1:], strict=False)
     )
     return {
-        (row, column): float(found[0].replace(",", "")) for row, column, found in numbers if found
+        (row, column): float(number[0].replace(",", ""))
+        for row, column, number in numbers
+        if number
     }
 
 
-def bars(found: Table, panel: Panel) -> list[tuple[str, float]]:
+def bars(numbers: Table, panel: Panel) -> list[tuple[str, float]]:
     """Systems and their numbers in a panel's case, in the table's order."""
     chosen = [
         (column if row == panel.case else row, number)
-        for (row, column), number in found.items()
+        for (row, column), number in numbers.items()
         if panel.case in (row, column)
     ]
     return [
@@ -107,7 +109,7 @@ def bars(found: Table, panel: Panel) -> list[tuple[str, float]]:
 def draw(page: str) -> str:
     """All panels, two in a row."""
     panels = [(panel, bars(table(page, panel.heading), panel)) for panel in PANELS]
-    height = 48 + PITCH * max(len(found) for _, found in panels)
+    height = 48 + PITCH * max(len(numbers) for _, numbers in panels)
     rows = (len(panels) + 1) // 2
     total = 2 * MARGIN + rows * height - MARGIN // 2
     lines = [
@@ -119,19 +121,19 @@ def draw(page: str) -> str:
         f'<rect class="paper" width="{WIDTH}" height="{total}"/>',
     ]
     wide = (WIDTH - 2 * MARGIN - GAP) / 2
-    for place, (panel, found) in enumerate(panels):
+    for place, (panel, numbers) in enumerate(panels):
         x, y = MARGIN + place % 2 * (wide + GAP), MARGIN + place // 2 * height
-        lines += _panel(panel, found, x, y, wide)
+        lines += _panel(panel, numbers, x, y, wide)
     return "\n".join([*lines, "</svg>"]) + "\n"
 
 
 def _panel(
-    panel: Panel, found: list[tuple[str, float]], x: float, y: float, wide: float
+    panel: Panel, numbers: list[tuple[str, float]], x: float, y: float, wide: float
 ) -> Iterator[str]:
     yield f'<text class="title" x="{x:g}" y="{y + 10:g}">{escape(panel.title)}</text>'
     yield f'<text class="note" x="{x:g}" y="{y + 25:g}">{escape(panel.note)}</text>'
-    most = max(number for _, number in found)
-    for place, (system, number) in enumerate(found):
+    most = max(number for _, number in numbers)
+    for place, (system, number) in enumerate(numbers):
         top, long = y + 34 + place * PITCH, (wide - NAME - 60) * number / most
         kind, name = ("ours" if system.startswith("ours") else "other"), _short(system)
         yield f'<text class="name" x="{x + NAME - 6:g}" y="{top + 10:g}">{escape(name)}</text>'

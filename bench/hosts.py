@@ -96,7 +96,7 @@ def main() -> int:
         for repeat in range(options.repeats):
             for name, system in systems.items():
                 try:
-                    found = measured(
+                    figures = measured(
                         Path(folder), name, system, repeat, options.steps, options.mbit
                     )
                 except (NoHosts, AssertionError) as error:
@@ -104,8 +104,8 @@ def main() -> int:
                     console.print(f"{name}: {error}", style="red", markup=False, soft_wrap=True)
                     failed = True
                     continue
-                report.add(case=case, system=name, repeat=repeat, **found)
-                lines[name].append(found)
+                report.add(case=case, system=name, repeat=repeat, **figures)
+                lines[name].append(figures)
     table = Report("hosts")
     for name, of in lines.items():
         if of:
@@ -129,11 +129,11 @@ def measured(
     count, replicas, more = system
     own = folder / f"{name.replace(',', '').replace(' ', '-')}-{repeat}"
     own.mkdir()
-    with hosts(*(f"h{number}" for number in range(1, count + 1)), shared=[folder]) as made:
-        for host in made:
+    with hosts(*(f"h{number}" for number in range(1, count + 1)), shared=[folder]) as network:
+        for host in network:
             if mbit is not None:
                 host.slow(mbit)
-        cluster, began = Cluster(made, own), time.time()
+        cluster, began = Cluster(network, own), time.time()
         start = cluster.launch if count == 1 else cluster.start
         start(
             "sorting", {"policy": str(folder / "policy"), "eval_every": NO_END}, steps=steps, **more
@@ -151,7 +151,7 @@ def figures(run: Path, policy: Path, replicas: int, began: float) -> dict[str, F
     versions = {version for line in counted for version in _versions(run, line["step"])}
     weights_bytes = sum(path.stat().st_size for path in policy.glob("*.safetensors"))
     sent = [
-        each["seconds"] for line in counted for each in (line.get("weights_sent") or {}).values()
+        sent["seconds"] for line in counted for sent in (line.get("weights_sent") or {}).values()
     ]
     first_step = min((run / "rollouts").glob("step-*.arrow"))
     return {
@@ -172,11 +172,11 @@ def figures(run: Path, policy: Path, replicas: int, began: float) -> dict[str, F
 
 def medians(lines: Sequence[Mapping[str, Figure]]) -> dict[str, Figure]:
     """Of each figure, over the repeats that have it."""
-    found: dict[str, Figure] = {}
+    middle: dict[str, Figure] = {}
     for name in lines[0]:
-        known = [value for line in lines if isinstance(value := line[name], int | float)]
-        found[name] = statistics.median(known) if known else None
-    return found
+        values = [value for line in lines if isinstance(value := line[name], int | float)]
+        middle[name] = statistics.median(values) if values else None
+    return middle
 
 
 def _versions(run: Path, step: int) -> set[int]:

@@ -85,8 +85,8 @@ def measure(opened: Callable[[str], BaseLedger], steps: int) -> dict[str, float]
             if step % 50 == 0:
                 timed("flush", trainer.flush)
         seconds = time.perf_counter() - began
-    found = {f"{kind} ms": statistics.median(each) for kind, each in waited.items()}
-    return found | {
+    medians = {f"{kind} ms": statistics.median(times) for kind, times in waited.items()}
+    return medians | {
         "step p99 ms": sorted(waited["step"])[int(0.99 * steps)],
         "groups/s": GROUPS * steps / seconds,
     }
@@ -97,8 +97,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--json", type=Path)
-    given = parser.parse_args()
-    report = Report("ledger_service", given.json)
+    options = parser.parse_args()
+    report = Report("ledger_service", options.json)
     for name, listens, keys in (
         ("file", "", None),
         ("service, ipc", "ipc://{}/service", None),
@@ -110,9 +110,9 @@ def main() -> None:
             way = by_service(path, listens.format(folder), keys) if listens else as_file(path)
             with way as opened:
                 report.add(
-                    case=f"{given.steps} steps of {GROUPS} groups",
+                    case=f"{options.steps} steps of {GROUPS} groups",
                     system=name,
-                    **measure(opened, given.steps),
+                    **measure(opened, options.steps),
                 )
     report.show()
 

@@ -97,15 +97,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def parser() -> argparse.ArgumentParser:
     """The command line."""
-    found = argparse.ArgumentParser(
+    parser = argparse.ArgumentParser(
         prog="python -m bench.long_run",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    found.add_argument("--steps", type=int, default=20_000, help="of the run (default 20000)")
-    found.add_argument("--json", type=Path, help="file for the JSON lines")
-    found.add_argument("--carry", type=Path, help="internal: be the run, in this folder")
-    return found
+    parser.add_argument("--steps", type=int, default=20_000, help="of the run (default 20000)")
+    parser.add_argument("--json", type=Path, help="file for the JSON lines")
+    parser.add_argument("--carry", type=Path, help="internal: be the run, in this folder")
+    return parser
 
 
 def watch(steps: int, runs: Path, report: Report) -> bool:
@@ -133,8 +133,8 @@ def watch(steps: int, runs: Path, report: Report) -> bool:
             system=f"steps {before} to {after}",
             steps_per_s=(after - before) / (ended - began),
         )
-    clean, said = judged(runs)
-    print(said, flush=True)
+    clean, summary = judged(runs)
+    print(summary, flush=True)
     return clean
 
 
@@ -145,9 +145,9 @@ def memory_rows(read: Mapping[int, Mapping[str, float]]) -> list[dict[str, Figur
     steps = sorted(read)
     rows: list[dict[str, Figure]] = []
     together = {step: {**read[step], ALL: sum(read[step].values())} for step in steps}
-    for name in sorted(together[steps[-1]], key=lambda each: (each == ALL, each)):
-        known = [step for step in steps if name in together[step]]
-        half = [step for step in known if step >= steps[-1] / 2]
+    for name in sorted(together[steps[-1]], key=lambda process: (process == ALL, process)):
+        steps_alive = [step for step in steps if name in together[step]]
+        half = [step for step in steps_alive if step >= steps[-1] / 2]
         slope = (
             float(np.polyfit(half, [together[step][name] for step in half], 1)[0])
             if len(half) > 1
@@ -156,7 +156,7 @@ def memory_rows(read: Mapping[int, Mapping[str, float]]) -> list[dict[str, Figur
         rows.append(
             {
                 "process": name,
-                **{f"at {step}": together[step][name] for step in known},
+                **{f"at {step}": together[step][name] for step in steps_alive},
                 "bytes_per_step": None if slope is None else slope * MIB,
             }
         )

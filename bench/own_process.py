@@ -43,7 +43,7 @@ def figures_of(
                 watch(program.pid)
                 time.sleep(WATCH_S)
             program.wait(max(0.1, deadline - time.monotonic()))
-            found: dict[str, Any] = json.loads(out.read_text())
+            figures: dict[str, Any] = json.loads(out.read_text())
         except Failed as failure:
             return {"failed": str(failure)}
         except OSError as failure:
@@ -51,7 +51,7 @@ def figures_of(
         finally:
             program.kill()
             signal.signal(signal.SIGTERM, before)
-        return found
+        return figures
 
 
 def _end(number: int, frame: Any) -> None:

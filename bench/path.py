@@ -151,10 +151,10 @@ class Marks:
             return
         if not records.num_rows or records["round_size"][0].as_py():  # of an evaluation
             return
-        known = zip(records["group_id"].to_pylist(), records["prompt"].to_pylist(), strict=True)
-        found = [each for each in known if len(each[1]) in LONG_ENOUGH]
-        for each in found[:GROUPS]:
-            self._tell("group", each)
+        pairs = zip(records["group_id"].to_pylist(), records["prompt"].to_pylist(), strict=True)
+        long_pairs = [pair for pair in pairs if len(pair[1]) in LONG_ENOUGH]
+        for pair in long_pairs[:GROUPS]:
+            self._tell("group", pair)
 
     def learn(self, rows: pa.Table) -> None:
         """What its first row says, and the numbers of all rows."""
@@ -175,8 +175,8 @@ class Marks:
 
     def in_bytes(self, value: Any) -> bool:
         """Whether its prompt stands in them, or another of its texts."""
-        held = bytes(value)
-        return any(text.encode() in held for text in self._texts)
+        content = bytes(value)
+        return any(text.encode() in content for text in self._texts)
 
     def in_numbers(self, values: AnyArray) -> bool:
         """Whether tokens, or other numbers of one of its rows, stand in them."""
@@ -185,8 +185,8 @@ class Marks:
         flat = values.astype(np.float32 if values.dtype.kind == "f" else np.int64).ravel()
         if flat.dtype.kind == "f" and any(np.array_equal(flat, column) for column in self.columns):
             return True
-        held = flat.tobytes()
-        return any(run.tobytes() in held for run in self._runs if run.dtype == flat.dtype)
+        content = flat.tobytes()
+        return any(run.tobytes() in content for run in self._runs if run.dtype == flat.dtype)
 
 
 class Holder:
@@ -292,16 +292,16 @@ class Holder:
             *(slot for base in kind.__mro__ for slot in _slots(base)),
         }
         frozen = dataclasses.is_dataclass(value) and kind.__dataclass_params__.frozen
-        held = {"tokens", "logprobs"} <= names or any(
+        is_rollout = {"tokens", "logprobs"} <= names or any(
             (frozen or not _is_mutable(item)) and self.has(item, name, deep - 1, lists=frozen)
             for name in names
             if (item := getattr(value, name, None)) is not None
         )
-        if held:
+        if is_rollout:
             self.classes.add(kind)
         elif frozen and deep == DEEP - 1:
             self._without[id(value)] = value
-        return held
+        return is_rollout
 
     def _is_known_not_to(self, value: Any) -> bool:
         """Of frozen records that were looked into since the last thing was learned."""
@@ -312,8 +312,8 @@ class Holder:
 
 def _numbers(tensor: Any) -> AnyArray:
     """Of a tensor in memory, in types that numpy knows; of others none."""
-    known = tensor.device.type == "cpu" and tensor.dtype.itemsize in (4, 8)
-    return tensor.detach().numpy() if known and tensor.numel() <= FEW_NUMBERS else np.zeros(0)
+    readable = tensor.device.type == "cpu" and tensor.dtype.itemsize in (4, 8)
+    return tensor.detach().numpy() if readable and tensor.numel() <= FEW_NUMBERS else np.zeros(0)
 
 
 def _is_mutable(value: Any) -> bool:
@@ -364,15 +364,15 @@ class Tracer:
         if not self._left:
             self._left = True
             classes = {sys.modules[kind.__module__].__file__ for kind in self._holder.classes}
-            left = {
+            report = {
                 "called": sorted({code.co_filename for code in self._seen}),
                 "passed": sorted(
                     {code.co_filename for code in self._passed} | {str(name) for name in classes}
                 ),
             }
-            (self._folder / f"{os.getpid()}.json").write_text(json.dumps(left))
+            (self._folder / f"{os.getpid()}.json").write_text(json.dumps(report))
 
-    def _hook(self, frame: FrameType, event: str, given: Any) -> None:
+    def _hook(self, frame: FrameType, event: str, value: Any) -> None:
         code = frame.f_code
         if (
             self._phase[0] == WAITING
@@ -391,7 +391,7 @@ class Tracer:
                 self._seen.add(code)
             self._looks.now = True
             try:
-                self._look(frame, event, given)
+                self._look(frame, event, value)
             finally:
                 self._looks.now = False
 
@@ -416,25 +416,25 @@ class Tracer:
             self._passed.add(code)
 
     def _is_product(self, code: CodeType) -> bool:
-        known = self._product.get(code)
-        if known is None:
+        is_product = self._product.get(code)
+        if is_product is None:
             path = Path(code.co_filename)
-            known = path.is_relative_to(ROOT) and path.relative_to(ROOT).parts[0] in PRODUCT
-            self._product[code] = known
-        return known
+            is_product = path.is_relative_to(ROOT) and path.relative_to(ROOT).parts[0] in PRODUCT
+            self._product[code] = is_product
+        return is_product
 
 
-def modules(folder: Path, what: str) -> set[str]:
-    """Files of the product that some process wrote down, from the repository's root. what: `passed`
+def modules(folder: Path, kind: str) -> set[str]:
+    """Files of the product that some process wrote down, from the repository's root. kind: `passed`
     or `called`, which counts processes alone that carry rollouts.
     """
-    found: set[str] = set()
-    for left in folder.glob("*.json"):
-        paths = {Path(name) for name in json.loads(left.read_text())[what]}
+    files: set[str] = set()
+    for notes in folder.glob("*.json"):
+        paths = {Path(name) for name in json.loads(notes.read_text())[kind]}
         own = {str(path.relative_to(ROOT)) for path in paths if path.is_relative_to(ROOT)}
-        if what == "passed" or any(name.endswith(("/loop.py", "/calls.py")) for name in own):
-            found |= {name for name in own if name.split("/")[0] in PRODUCT}
-    return found
+        if kind == "passed" or any(name.endswith(("/loop.py", "/calls.py")) for name in own):
+            files |= {name for name in own if name.split("/")[0] in PRODUCT}
+    return files
 
 
 def follow(work: Path) -> Path:
@@ -456,7 +456,8 @@ def follow(work: Path) -> Path:
 
     def steps() -> int:
         return max(
-            (each.read_text().count('"step"') for each in runs.glob("*/metrics.jsonl")), default=0
+            (metrics.read_text().count('"step"') for metrics in runs.glob("*/metrics.jsonl")),
+            default=0,
         )
 
     def until(is_reached: Callable[[], bool]) -> None:
@@ -509,22 +510,22 @@ def main() -> None:
     asks.add_argument(
         "--all", action="store_true", help="count the modules too that are called meanwhile"
     )
-    given = asks.parse_args()
-    report = Report("path", given.json)
+    options = asks.parse_args()
+    report = Report("path", options.json)
     with tempfile.TemporaryDirectory() as work:
-        left = follow(Path(work))
-        passed, called = modules(left, "passed"), modules(left, "called")
+        folder = follow(Path(work))
+        passed, called = modules(folder, "passed"), modules(folder, "called")
     weights = {
         name
         for name in called - passed
         if name.startswith(("transport/weights", "transport/native"))
     }
     cases = {"rollout": passed}
-    if given.all:
+    if options.all:
         cases |= {"meanwhile": called - weights, "weights": weights}
     for case, names in cases.items():
         report.add(case=case, system="ours", modules=len(names), lines=lines(names))
-        if given.list:
+        if options.list:
             print(*(f"{lines({name}):5} {name}" for name in sorted(names)), sep="\n")
     report.show()
 

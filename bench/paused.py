@@ -97,33 +97,35 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def parser() -> argparse.ArgumentParser:
     """The command line."""
-    found = argparse.ArgumentParser(
+    parser = argparse.ArgumentParser(
         prog="python -m bench.paused",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    found.add_argument(
+    parser.add_argument(
         "--seconds", type=float, default=120.0, help="that the trainer stands still (default 120)"
     )
-    found.add_argument("--warm", type=float, default=45.0, help="of steps before that (default 45)")
-    found.add_argument(
+    parser.add_argument(
+        "--warm", type=float, default=45.0, help="of steps before that (default 45)"
+    )
+    parser.add_argument(
         "--settle",
         type=float,
         default=10.0,
         help="until the first reading that counts (default 10)",
     )
-    found.add_argument(
+    parser.add_argument(
         "--max-staleness",
         type=int,
         default=4,
         help="versions that rollouts may be behind (default 4)",
     )
-    found.add_argument(
+    parser.add_argument(
         "--policy", type=Path, default=Path("policies/sorting"), help="folder of the policy"
     )
-    found.add_argument("--json", type=Path, help="file for the JSON lines")
-    found.add_argument("--carry", type=Path, help="internal: be the run, in this folder")
-    return found
+    parser.add_argument("--json", type=Path, help="file for the JSON lines")
+    parser.add_argument("--carry", type=Path, help="internal: be the run, in this folder")
+    return parser
 
 
 def carry(options: argparse.Namespace) -> None:
@@ -160,23 +162,23 @@ def disturb(options: argparse.Namespace, runs: Path, report: Report) -> bool:
     try:
         program.until(lambda: steps_made(runs) > 0, START_S, "the first step")
         _pass(program, max(options.warm, WINDOWS * WINDOW_S + 1))
-        seen, began, ended = paused(program, runs, options.seconds)
+        watched, began, ended = paused(program, runs, options.seconds)
         _pass(program, WINDOWS * WINDOW_S + 1)
         program.end()
     finally:
         program.kill()
-    settled = min(int(options.settle), len(seen.memory) // 3)
-    for row in memory_rows(seen.memory, settled):
+    settled = min(int(options.settle), len(watched.memory) // 3)
+    for row in memory_rows(watched.memory, settled):
         report.add(case="memory", system=str(row.pop("process")), **row)
-    for row in queue_rows(seen.queues):
+    for row in queue_rows(watched.queues):
         report.add(case="queues", system=str(row.pop("edge")), **row)
-    for row in group_rows(seen.groups, begun_at_most(runs / "latest", options.max_staleness)):
+    for row in group_rows(watched.groups, begun_at_most(runs / "latest", options.max_staleness)):
         report.add(case="groups", system=str(row.pop("state")), **row)
     for row in pace_rows(Ended.read(runs / "latest").step_times, began, ended):
         report.add(case="pace", system=str(row.pop("window")), **row)
-    clean, said = judged(runs)
+    clean, summary = judged(runs)
     faults = len(faults_of(runs / "latest"))
-    print(said, flush=True)
+    print(summary, flush=True)
     report.add(
         case="verdict",
         system="run",
@@ -192,45 +194,45 @@ def paused(program: Program, runs: Path, seconds: float) -> tuple[Seen, float, f
     """Stop the trainer for so long; what was seen meanwhile, and when it was stopped and woken,
     seconds since 1970.
     """
-    folder, seen = RunFolder.open(runs / "latest"), Seen()
+    folder, watched = RunFolder.open(runs / "latest"), Seen()
     trainer = workers(program.pid)[f"{TRAINER}-0"]
     trainer.suspend()
     began, due = time.time(), time.monotonic()
     over = due + seconds
     try:
         while due < over:
-            if not len(seen.memory) % int(WINDOW_S):
-                _ask(folder, seen)
-            seen.memory.append(memory_of(program.pid))
+            if not len(watched.memory) % int(WINDOW_S):
+                _ask(folder, watched)
+            watched.memory.append(memory_of(program.pid))
             due = min(due + 1.0, over)
             _pass(program, due - time.monotonic())
-        _ask(folder, seen)
+        _ask(folder, watched)
     finally:
         trainer.resume()
-    return seen, began, time.time()
+    return watched, began, time.time()
 
 
 def memory_of(scheduler: int) -> dict[str, Memory]:
     """Of every process of a run, by name."""
     named = {process.pid: name for name, process in workers(scheduler).items()}
-    found: dict[str, Memory] = {}
+    by_name: dict[str, Memory] = {}
     for process in everyone(scheduler):
         with contextlib.suppress(psutil.Error):
             name = named.get(process.pid) or _name(process, scheduler, named)
-            told = process.memory_info()
-            found[name] = Memory(told.rss, told.rss - told.shared)
-    return found
+            usage = process.memory_info()
+            by_name[name] = Memory(usage.rss, usage.rss - usage.shared)
+    return by_name
 
 
 def memory_rows(readings: Sequence[Mapping[str, Memory]], settled: int) -> list[dict[str, Figure]]:
     """A row for each process that was there from `settled` on to the end."""
     first, last = readings[settled : settled + READINGS], readings[-READINGS:]
-    found: list[dict[str, Figure]] = []
+    rows: list[dict[str, Figure]] = []
     for name in sorted(set.intersection(*(set(reading) for reading in (*first, *last)))):
         row: dict[str, Figure] = {"process": name}
         for kind in ("rss", "own"):
             start, end = (
-                statistics.median(getattr(each[name], kind) for each in part)
+                statistics.median(getattr(reading[name], kind) for reading in part)
                 for part in (first, last)
             )
             row |= {
@@ -238,20 +240,20 @@ def memory_rows(readings: Sequence[Mapping[str, Memory]], settled: int) -> list[
                 f"{kind}_end": end / MIB,
                 f"{kind}_percent": percent(start, end),
             }
-        found.append(row)
-    return found
+        rows.append(row)
+    return rows
 
 
 def queue_rows(readings: Sequence[Mapping[str, tuple[int, int]]]) -> list[dict[str, Figure]]:
     """A row for each edge: its depth 10 s into the pause, at the end and at most, and what it
     holds.
     """
-    found: list[dict[str, Figure]] = []
+    rows: list[dict[str, Figure]] = []
     for name in sorted({edge for reading in readings for edge in reading}):
         depths = [reading[name][0] for reading in readings if name in reading]
         bound = next(reading[name][1] for reading in readings if name in reading)
         start = depths[min(1, len(depths) - 1)]
-        found.append(
+        rows.append(
             {
                 "edge": name,
                 "start": start,
@@ -261,14 +263,14 @@ def queue_rows(readings: Sequence[Mapping[str, tuple[int, int]]]) -> list[dict[s
                 "within": "yes" if max(depths) <= bound else "NO",
             }
         )
-    return found
+    return rows
 
 
 def group_rows(readings: Sequence[Mapping[str, int]], bound: int) -> list[dict[str, Figure]]:
     """A row for each state in which groups were in flight, and one for those that were begun, with
     their bound.
     """
-    found: list[dict[str, Figure]] = []
+    rows: list[dict[str, Figure]] = []
     totals = [
         {**reading, "begun": sum(count for state, count in reading.items() if state != "issued")}
         for reading in readings
@@ -285,8 +287,8 @@ def group_rows(readings: Sequence[Mapping[str, int]], bound: int) -> list[dict[s
         }
         if state == "begun":
             row |= {"bound": bound, "within": "yes" if max(counts) <= bound else "NO"}
-        found.append(row)
-    return found
+        rows.append(row)
+    return rows
 
 
 def begun_at_most(folder: Path, max_staleness: int) -> int:
@@ -321,7 +323,7 @@ def percent(start: float, end: float) -> float:
     return 100.0 * (end / start - 1.0) if start else 0.0
 
 
-def _ask(folder: RunFolder, seen: Seen) -> None:
+def _ask(folder: RunFolder, watched: Seen) -> None:
     """Read queues and groups once, if the run answers."""
     with contextlib.suppress(DataflowError):
         heartbeats = [worker["heartbeat"] for worker in ask_for_facts(folder)["workers"].values()]
@@ -330,14 +332,14 @@ def _ask(folder: RunFolder, seen: Seen) -> None:
             for heartbeat in heartbeats
             for name, depth in heartbeat.get("edges", {}).items()
         }
-        seen.queues.append(
+        watched.queues.append(
             {name: (int(depth), int(capacity)) for name, (depth, capacity) in edges.items()}
         )
         with Ledger.open(folder.ledger, readonly=True) as ledger:
             counts: dict[str, int] = {}
             for group in ledger.in_flight(LANE, TRAINER):
                 counts[group.state] = counts.get(group.state, 0) + 1
-        seen.groups.append(counts)
+        watched.groups.append(counts)
 
 
 def _name(process: psutil.Process, scheduler: int, named: Mapping[int, str]) -> str:

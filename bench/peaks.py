@@ -46,11 +46,11 @@ def registers_peak(dtype: str, threads: int) -> float:
     """Operations per second where nothing waits for memory; 0 where the processor has no such
     instruction.
     """
-    found = _library()
-    operations = 0 if found is None else int(getattr(found, f"peak_{dtype}")())
+    lib = _library()
+    operations = 0 if lib is None else int(getattr(lib, f"peak_{dtype}")())
     if not operations:
         return 0.0
-    multiply = getattr(found, f"multiply_{dtype}")
+    multiply = getattr(lib, f"multiply_{dtype}")
     return threads * ROUNDS * operations / _fastest(lambda _: multiply(ROUNDS), threads)
 
 
@@ -75,15 +75,13 @@ def read_bandwidth(threads: int) -> float:
     pages.
     """
     memory = [huge_pages(READ_BYTES).fill_(1) for _ in range(threads)]
-    found = _library()
+    lib = _library()
 
     def read(thread: int) -> None:
-        if found is None:
+        if lib is None:
             memory[thread].view(torch.int64).sum()
         else:
-            found.read_memory(
-                ctypes.c_void_p(memory[thread].data_ptr()), ctypes.c_int64(READ_BYTES)
-            )
+            lib.read_memory(ctypes.c_void_p(memory[thread].data_ptr()), ctypes.c_int64(READ_BYTES))
 
     return threads * READ_BYTES / _fastest(read, threads)
 
@@ -101,17 +99,17 @@ def _fastest(work: Callable[[int], Any], threads: int) -> float:
 
 @functools.cache
 def _library() -> ctypes.CDLL | None:
-    found = compiled((Path(__file__).with_suffix(".c"),), (("-O3", "-std=gnu11"),))
-    if found is not None:
-        found.read_memory.restype = ctypes.c_double
+    lib = compiled((Path(__file__).with_suffix(".c"),), (("-O3", "-std=gnu11"),))
+    if lib is not None:
+        lib.read_memory.restype = ctypes.c_double
         for dtype in DTYPES:
-            multiply, peak = getattr(found, f"multiply_{dtype}"), getattr(found, f"peak_{dtype}")
+            multiply, peak = getattr(lib, f"multiply_{dtype}"), getattr(lib, f"peak_{dtype}")
             multiply.argtypes, multiply.restype, peak.restype = (
                 (ctypes.c_int64,),
                 ctypes.c_double,
                 ctypes.c_int64,
             )
-    return found
+    return lib
 
 
 def main() -> None:

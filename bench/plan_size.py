@@ -50,23 +50,25 @@ def measure(hosts: int, gpus: int) -> dict[str, float]:
     }
     for way, how in ways.items():
         began = time.process_time()
-        made: Plan = plan(graph, devices, sizes=SIZES, **how)  # type: ignore[arg-type]
+        placed: Plan = plan(graph, devices, sizes=SIZES, **how)  # type: ignore[arg-type]
         planned = time.process_time()
-        made.digest()
+        placed.digest()
         digested = time.process_time()
-        made.explain()
-        told = time.process_time()
-        records = list(Table(graph=graph, plan=made))
+        placed.explain()
+        explained = time.process_time()
+        records = list(Table(graph=graph, plan=placed))
         lost = next(record for record in records if record.worker == "generator")
-        others = [record for record in records if record.host != lost.host]
+        remaining = [record for record in records if record.host != lost.host]
         alive = {host.name for host in devices.hosts} - {lost.host}
         tabled = time.process_time()
-        assert not isinstance(rehost(made, devices, alive, others, lost.worker, lost.replica), str)
+        assert not isinstance(
+            rehost(placed, devices, alive, remaining, lost.worker, lost.replica), str
+        )
         moved = time.process_time()
         figures |= {
             f"{way}_plan_s": planned - began,
             f"{way}_digest_s": digested - planned,
-            f"{way}_explain_s": told - digested,
+            f"{way}_explain_s": explained - digested,
             f"{way}_rehost_s": moved - tabled,
         }
     return figures

@@ -61,13 +61,13 @@ def start(line: HostLine, number: int, script: Path) -> tuple[float, float]:
             "output_bytes": 1 << 20,
         },
     )
-    while not (found := line.ended()):
+    while not (ended := line.ended()):
         select.select([line], [], [], END_S)
-    if found[0].status:
+    if ended[0].status:
         raise RuntimeError(
-            f"the program ended with status {found[0].status}; found {found[0].errors}"
+            f"the program ended with status {ended[0].status}; found {ended[0].errors}"
         )
-    return 1e3 * (float(found[0].last) - began), 1e3 * (time.monotonic() - began)
+    return 1e3 * (float(ended[0].last) - began), 1e3 * (time.monotonic() - began)
 
 
 def measure(report: Report, name: str, count: int) -> None:
@@ -81,8 +81,8 @@ def measure(report: Report, name: str, count: int) -> None:
         for number in range(count):
             for way, line in lines.items():
                 took[way].append(start(line, number, script))
-    for way, each in took.items():
-        ready, ended = (sorted(column) for column in zip(*each, strict=True))
+    for way, pairs in took.items():
+        ready, ended = (sorted(column) for column in zip(*pairs, strict=True))
         report.add(
             case=f"a program with {name}, {count} starts",
             system=way,
@@ -100,11 +100,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--n", type=int, default=20)
     parser.add_argument("--json", type=Path)
-    given = parser.parse_args()
-    report = Report("program_starts", given.json)
+    options = parser.parse_args()
+    report = Report("program_starts", options.json)
     for name in SCRIPTS:
         if importlib.util.find_spec(name.partition(".")[0]) is not None:
-            measure(report, name, given.n)
+            measure(report, name, options.n)
     report.show()
 
 

@@ -46,13 +46,13 @@ class Report:
             for line in lines:
                 table.add_row(*(_text(line.get(name)) for name in columns))
             console.print(table)
-            said = [
+            notes = [
                 (line["system"], name, line[name])
                 for line in lines
                 for name in SENTENCES
                 if line.get(name)
             ]
-            for system, name, text in dict.fromkeys(said):
+            for system, name, text in dict.fromkeys(notes):
                 console.print(f"{system}, {name}: {text}", markup=False, highlight=False)
 
 

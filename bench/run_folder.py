@@ -43,7 +43,7 @@ def step_rows(step: int, first: int, prompts: int, group: int, tokens: int) -> p
     def ragged(values: np.ndarray) -> pa.ListArray:
         return pa.ListArray.from_arrays(offsets, pa.array(values))
 
-    made = {
+    columns_made = {
         "group_id": ids,
         "prompt_id": ids.astype(str),
         "prompt": [f"sort {number}" for number in ids],
@@ -63,7 +63,7 @@ def step_rows(step: int, first: int, prompts: int, group: int, tokens: int) -> p
         "error": pa.nulls(rows, pa.string()),
     }
     columns = {**PROMPT_COLUMNS, **ROLLOUT_COLUMNS}
-    return pa.table({name: made[name] for name in columns}, schema(columns))
+    return pa.table({name: columns_made[name] for name in columns}, schema(columns))
 
 
 def make(
@@ -107,12 +107,12 @@ def seconds(
     work: Callable[[], object], times: int, clock: Callable[[], float] = time.perf_counter
 ) -> float:
     """Median of so many calls."""
-    taken = []
+    durations = []
     for _ in range(times):
         began = clock()
         work()
-        taken.append(clock() - began)
-    return statistics.median(taken)
+        durations.append(clock() - began)
+    return statistics.median(durations)
 
 
 def measure_verify(report: Report, folder: RunFolder, times: int) -> None:
@@ -172,10 +172,10 @@ if __name__ == "__main__":
     report = Report("run_folder", how.json)
     with tempfile.TemporaryDirectory() as temporary:
         root = how.folder or Path(temporary)
-        made = (
+        folder = (
             RunFolder.open(root / "latest") if (root / "latest").exists() else make(root, how.steps)
         )
-        measure_verify(report, made, how.times)
+        measure_verify(report, folder, how.times)
     for tokens, prompts, times in ((12, PROMPTS, 100), (200, 64, 20), (8000, 8, 5)):
         measure_files(report, tokens, prompts, times)
     report.show()

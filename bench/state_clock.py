@@ -125,8 +125,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         graph = build(policy=str(options.policy), lr=1e-12, eval_every=ENDLESS)
         run(graph, steps=ENDLESS, runs=options.carry, quiet=True)
         return 0
-    known = options.json is not None and options.json.is_file()
-    windows: list[dict[str, Any]] = json.loads(options.json.read_text()) if known else []
+    goes_on = options.json is not None and options.json.is_file()
+    windows: list[dict[str, Any]] = json.loads(options.json.read_text()) if goes_on else []
     if options.minutes > 0:
         piece = 1 + max((window["piece"] for window in windows), default=-1)
         windows += measured(options.minutes * 60, options.window, options.policy, piece)
@@ -140,9 +140,9 @@ def measured(
     seconds: float, window_s: float, policy: Path | None, piece: int
 ) -> list[dict[str, Any]]:
     """Windows of one run, with and without in turn, which last so long together."""
-    began, found = time.monotonic(), list[dict[str, Any]]()
-    with tempfile.TemporaryDirectory() as made:
-        temporary = Path(made)
+    began, windows = time.monotonic(), list[dict[str, Any]]()
+    with tempfile.TemporaryDirectory() as folder:
+        temporary = Path(folder)
         switch = Switch(temporary / "switch")
         more = "--switch", str(temporary / "switch")
         with carried(temporary, "bench.state_clock", policy, *more) as (metrics, process):
@@ -151,13 +151,13 @@ def measured(
             switch.put(ON)
             time.sleep(SETTLE_S)
             counts = [json.loads(path.read_text()) for path in temporary.glob("turns-*.json")]
-            turns_per_s = sum(sum(each.values()) for each in counts) / COUNT_S
+            turns_per_s = sum(sum(count.values()) for count in counts) / COUNT_S
             whole = psutil.Process(process.pid)
             while time.monotonic() - began < seconds - window_s - SETTLE_S:
-                case = ("without", "with")[len(found) % 2]
+                case = ("without", "with")[len(windows) % 2]
                 switch.put(CASES[case])
                 time.sleep(SETTLE_S)
-                found.append(
+                windows.append(
                     {
                         "piece": piece,
                         "case": case,
@@ -165,7 +165,7 @@ def measured(
                         **window(metrics, whole, window_s),
                     }
                 )
-    return found
+    return windows
 
 
 def window(metrics: Path, process: psutil.Process, seconds: float) -> dict[str, float]:
@@ -225,7 +225,7 @@ def transitions() -> dict[str, float]:
         "a turn that worked, beside processes": beside,
         "a report": read,
     }
-    return {name: _nanoseconds(each) for name, each in kinds.items()}
+    return {name: _nanoseconds(kind) for name, kind in kinds.items()}
 
 
 def _nanoseconds(call: Callable[[], None]) -> float:
@@ -245,12 +245,13 @@ def tell(windows: Sequence[Window], nanoseconds: dict[str, float]) -> None:
     for case in CASES:
         if not (figures := compared(counted, case, none="without")):
             continue
-        mine = [each for each in counted if each["case"] == case]
-        turns = statistics.fmean(each["turns_per_s"] for each in mine)
+        mine = [window for window in counted if window["case"] == case]
+        turns = statistics.fmean(window["turns_per_s"] for window in mine)
         per_turn = nanoseconds["a turn that worked"]
         report.add(
             case=(
-                f"sorting, {sum(bool(each['case']) for each in counted)} windows, {os.cpu_count()}"
+                f"sorting, {sum(bool(window['case']) for window in counted)} windows,"
+                f" {os.cpu_count()}"
                 " cores"
             ),
             system=case,
@@ -264,8 +265,8 @@ def tell(windows: Sequence[Window], nanoseconds: dict[str, float]) -> None:
     for name, figure in nanoseconds.items():
         report.add(case="one transition, in one process", system=name, nanoseconds=figure)
     report.show(Console(width=max(160, Console().width)))
-    if said := left_out(counted):
-        print(said)
+    if note := left_out(counted):
+        print(note)
 
 
 if __name__ == "__main__":

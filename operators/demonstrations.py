@@ -69,24 +69,24 @@ class Demonstrations(Generate):
 
     def faults(self) -> list[str]:
         """Knobs that cannot be right."""
-        found = []
+        faults = []
         if not isinstance(self.model, Model):
-            found.append(
+            faults.append(
                 f"'{self.name}' has {self.model!r} as its model; give Model('path/to/folder')"
             )
         if not isinstance(self.answer, str) or not self.answer:
-            found.append(
+            faults.append(
                 f"'{self.name}' has answer={self.answer!r}, which names no column; give one, as"
                 " 'answer'"
             )
-        found += options_faults(self.name, self.chat, self.chat_template_kwargs)
+        faults += options_faults(self.name, self.chat, self.chat_template_kwargs)
         most = self.context_tokens
         if most is not None and (isinstance(most, bool) or not isinstance(most, int) or most < 2):
-            found.append(
+            faults.append(
                 f"'{self.name}' has context_tokens={most!r}; give a whole number of 2 or more, or"
                 " None"
             )
-        return found
+        return faults
 
     def build(self, context: Context) -> Runtime:
         """Load the tokenizer. Raises ModelError when it cannot be, or when it names no end

@@ -50,27 +50,27 @@ class Evaluate(Sink):
         return Traits(every_steps=self.every_steps)
 
     def reads(self) -> Mapping[str, Any]:
-        """The score, and what tells rounds and failures apart."""
+        """The score, and the columns that identify rounds and failures."""
         return {self.of: float, VERSIONS: list[int], ERROR: str, MIN_VERSION: int, ROUND_SIZE: int}
 
     def faults(self) -> list[str]:
         """Knobs that cannot be right."""
-        found = []
+        faults = []
         if (
             isinstance(self.every_steps, bool)
             or not isinstance(self.every_steps, int)
             or self.every_steps < 1
         ):
-            found.append(
+            faults.append(
                 f"'{self.name}' has every_steps={self.every_steps!r}; give a whole number of 1 or"
                 " more"
             )
         if not isinstance(self.of, str) or not self.of:
-            found.append(
+            faults.append(
                 f"'{self.name}' has of={self.of!r}, which names no column; give one, such as"
                 " 'reward'"
             )
-        return found
+        return faults
 
     def build(self, context: Context) -> Runtime:
         """Make the runtime."""
@@ -133,9 +133,7 @@ class EvaluateRuntime(Runtime):
         return 1 << 20
 
     def push(self, batch: Batch) -> None:
-        """Sort the groups of a batch into their rounds, write down those that are new, acknowledge
-        it.
-        """
+        """Sort a batch's groups into their rounds, write new ones down, acknowledge the batch."""
         rows = batch.records
         slices = group_slices(rows)
         new = [
@@ -169,9 +167,9 @@ class EvaluateRuntime(Runtime):
         return {"queue": sum(self._held(step) for step in self._rounds), **self._last}
 
     def close(self) -> None:
-        """End the files of what has come of open rounds."""
-        for kept in self._kept.values():
-            kept.close()
+        """Close the files of open rounds."""
+        for file in self._kept.values():
+            file.close()
 
     def _metrics(self, step: int, table: pa.Table) -> dict[str, Any]:
         """A line of metrics.jsonl."""
@@ -217,8 +215,8 @@ class EvaluateRuntime(Runtime):
             )
         if step <= self._recorded or step in self._closed:
             return False
-        found = self._rounds.setdefault(step, {}).setdefault(source, _Round(size, {}))
-        return found.groups.setdefault(group, rows) is rows
+        of_source = self._rounds.setdefault(step, {}).setdefault(source, _Round(size, {}))
+        return of_source.groups.setdefault(group, rows) is rows
 
     def _is_complete(self, step: int) -> bool:
         sources = self._rounds[step]
@@ -228,7 +226,7 @@ class EvaluateRuntime(Runtime):
         )
 
     def _held(self, step: int) -> int:
-        return sum(len(found.groups) for found in self._rounds[step].values())
+        return sum(len(of_source.groups) for of_source in self._rounds[step].values())
 
     def _close(self, step: int, sources: dict[str, _Round]) -> None:
         context = self._context
@@ -242,7 +240,7 @@ class EvaluateRuntime(Runtime):
         if context.folder is not None:
             context.folder.rollouts_of(context.own_folder).write_evaluation(step, table)
         if context.ledger is not None:
-            groups = {source: sorted(found.groups) for source, found in sources.items()}
+            groups = {source: sorted(of_source.groups) for source, of_source in sources.items()}
             context.ledger.commit_round(context.node, step, groups)
         if context.folder is not None:
             context.folder.append_metrics(metrics)
@@ -263,10 +261,10 @@ class EvaluateRuntime(Runtime):
                 log=context.log,
                 own=context.own_folder,
             )
-        for source, kept in self._kept.items():
+        for source, file in self._kept.items():
             for group in sources[source].groups:
-                kept.forget(group)
-            kept.close()
+                file.forget(group)
+            file.close()
         if metrics["eval_errors"]:
             context.log.warning(
                 "evaluation has failures",
@@ -290,11 +288,11 @@ def round_table(rows: Mapping[str, Sequence[pa.RecordBatch]]) -> pa.Table:
     tables = {source: pa.Table.from_batches(batches) for source, batches in rows.items()}
     if len(tables) == 1:
         return next(iter(tables.values()))
-    told = [
+    with_source = [
         table.append_column(OF_SOURCE, pa.repeat(source, len(table)))
         for source, table in tables.items()
     ]
-    return pa.concat_tables(told, promote_options="permissive")
+    return pa.concat_tables(with_source, promote_options="permissive")
 
 
 def round_metrics(table: pa.Table, of: str) -> dict[str, Any]:

@@ -32,12 +32,12 @@ def named(place: str, text: str, kind: str) -> Any:
                 f"the {kind} {text!r} names module '{path}', which cannot be imported ({error}); "
                 f"install it, or name a file as path/to/file.py:name"
             ) from error
-    found = module
+    target = module
     for part in name.split("."):
-        found = getattr(found, part, None)
-    if found is None:
+        target = getattr(target, part, None)
+    if target is None:
         raise GraphError(f"{path} has no {kind} {name!r}; define it there, or name another")
-    return found
+    return target
 
 
 def _loaded(path: Path) -> Any:

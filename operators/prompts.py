@@ -50,17 +50,17 @@ class DataForm:
         """
         names = names_in(rows)
         prompt = next((name for name in self.prompts if name in names), self.prompts[0])
-        wanted = names if self.columns is None else self.columns
-        taken = {*PROMPT_COLUMNS, *ROLLOUT_COLUMNS, DROP_REASON, prompt}
-        return prompt, tuple(name for name in wanted if name in names and name not in taken)
+        chosen = names if self.columns is None else self.columns
+        reserved = {*PROMPT_COLUMNS, *ROLLOUT_COLUMNS, DROP_REASON, prompt}
+        return prompt, tuple(name for name in chosen if name in names and name not in reserved)
 
 
 def names_in(rows: Iterable[FoundRow]) -> tuple[str, ...]:
     """Names of the columns of the first rows."""
     names: dict[str, None] = {}
-    for found in itertools.islice(rows, _FIRST_ROWS):
-        if isinstance(found.row, Mapping):
-            names |= dict.fromkeys(map(str, found.row))
+    for row in itertools.islice(rows, _FIRST_ROWS):
+        if isinstance(row.row, Mapping):
+            names |= dict.fromkeys(map(str, row.row))
     return tuple(names)
 
 
@@ -192,12 +192,12 @@ class Prompts(Source):
         return dict(self.seen["types"])
 
     def count(self) -> int | None:
-        """Prompts of one epoch, where that is cheap to tell."""
-        found = None if self.rows is not None or self.on_bad == "drop" else self.origin.count()
-        if found is None:
+        """Prompts of one epoch, where counting is cheap."""
+        total = None if self.rows is not None or self.on_bad == "drop" else self.origin.count()
+        if total is None:
             return None
-        left = max(0, found - self.start)
-        return left if self.limit is None else min(left, self.limit)
+        remaining = max(0, total - self.start)
+        return remaining if self.limit is None else min(remaining, self.limit)
 
     def knobs(self) -> dict[str, Any]:
         """Knobs that differ from their defaults."""
@@ -241,14 +241,18 @@ class Prompts(Source):
             skipped=report.skipped,
             equal_to_another=report.duplicates,
         )
-        said = [each for each in (self._too_long(taker, table) for taker in context.takers) if each]
-        for text in said:
+        notices = [
+            notice
+            for notice in (self._too_long(taker, table) for taker in context.takers)
+            if notice
+        ]
+        for text in notices:
             context.log.warning("prompts are too long", source=self.name, said=text)
         return PromptRuntime(
             table,
             report,
             context,
-            notice=" ".join(said),
+            notice=" ".join(notices),
             name=self.name,
             shuffle_seed=self.shuffle_seed,
             group_size=self.group_size,
@@ -274,7 +278,7 @@ class Prompts(Source):
         return self.columns if isinstance(self.columns, Mapping) else {}
 
     def _layout(self) -> tuple[str, tuple[str, ...]]:
-        """The column of the prompt, and those that the form has beside it."""
+        """The column of the prompt, and the layout's other columns."""
         if self.form not in DATA_FORMS:
             return self.prompt_column, ()
         if "layout" not in self.seen:
@@ -289,7 +293,7 @@ class Prompts(Source):
 
     @property
     def _of_layout(self) -> tuple[str, ...]:
-        """Columns that say how a chat is laid out, as far as the first rows have them."""
+        """The first rows' columns that set a chat's layout."""
         if not self.chat or self.rows is not None or self._knob_faults() or not self.origin.is_here:
             return ()
         if "laid out by" not in self.seen:
@@ -366,13 +370,13 @@ class Prompts(Source):
             )
         if (fault := source_fault(self.source)) is not None:
             faults.append(f"'{self.name}' {fault}")
-        taken = {*PROMPT_COLUMNS, *ROLLOUT_COLUMNS, TEMPERATURE, ERROR, OF_SOURCE}
+        reserved = {*PROMPT_COLUMNS, *ROLLOUT_COLUMNS, TEMPERATURE, ERROR, OF_SOURCE}
         for name in self.columns:
             if not isinstance(name, str):
                 faults.append(
                     f"'{self.name}' has {name!r} in columns=, which is no name; give texts"
                 )
-            elif name in taken:
+            elif name in reserved:
                 faults.append(
                     f"'{self.name}' asks for column '{name}', a name that the engine's own column"
                     " has; leave it out, or rename yours with rows=..."

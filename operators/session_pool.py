@@ -23,9 +23,8 @@ class NoRoom(Exception):
 
 
 class Away(Exception):
-    """Raised by what starts a session where nobody is there to be asked, as while a server is
-    started again: it is tried again for as long as one start may take, and then it failed for the
-    reason that this was raised from.
+    """Raised by a session's start when the server is unreachable, as during a restart. It is
+    retried for as long as one start may take; then it fails with this error's cause.
     """
 
 
@@ -40,23 +39,23 @@ S = TypeVar("S", bound=Closable)
 
 
 def is_lost(session: Closable) -> bool:
-    """Whether a session says, by an attribute of this name, that it is of no more use: what it had
-    has ended.
+    """Whether a session reports, by an attribute of this name, that it is unusable because its
+    world has ended.
     """
     return bool(getattr(session, "is_lost", False))
 
 
-def to_start(*, waiting: int, ahead: int, idle: int, starting: int, held: int, most: int) -> int:
+def to_start(*, waiting: int, ahead: int, idle: int, starting: int, lent: int, most: int) -> int:
     """How many sessions to start now.
 
-    waiting: borrowers without one. held: sessions that are lent or are being closed.
+    waiting: borrowers without one. lent: sessions that are lent or being closed.
 
-    >>> to_start(waiting=1, ahead=2, idle=0, starting=0, held=0, most=8)  # one to lend, two ahead
+    >>> to_start(waiting=1, ahead=2, idle=0, starting=0, lent=0, most=8)  # 1 to lend, 2 ahead
     3
-    >>> to_start(waiting=5, ahead=2, idle=0, starting=1, held=6, most=8)  # no more than may be
+    >>> to_start(waiting=5, ahead=2, idle=0, starting=1, lent=6, most=8)  # at most 8 sessions
     1
     """
-    return max(0, min(waiting + ahead, most - held) - idle - starting)
+    return max(0, min(waiting + ahead, most - lent) - idle - starting)
 
 
 class SessionPool(Generic[S]):
@@ -111,7 +110,7 @@ class SessionPool(Generic[S]):
 
     @property
     def open(self) -> int:
-        """Sessions that there are, those that are starting or closing counted."""
+        """Sessions that exist, those that are starting or closing included."""
         return len(self._idle) + self._starting + self._held
 
     @contextlib.asynccontextmanager
@@ -191,7 +190,7 @@ class SessionPool(Generic[S]):
             ahead=ahead,
             idle=len(self._idle),
             starting=self._starting,
-            held=self._held,
+            lent=self._held,
             most=self._most,
         )
         for _ in range(0 if self._is_closed else missing):
@@ -201,9 +200,9 @@ class SessionPool(Generic[S]):
             task.add_done_callback(self._starts.discard)
 
     async def _begin(self) -> None:
-        """Start a session; where there is no room for it, again as long as somebody waits; where
-        nobody is there, again until a start has taken too long. Who waits first hears why it cannot
-        be; after that none is started ahead until one has started.
+        """Start a session. Without room, retry while a borrower waits; where the server is away,
+        retry until a start has taken too long. The first waiter gets the error; no session is
+        started ahead until one has started.
         """
         session, pause_s, clock = None, _FIRST_PAUSE_S, asyncio.get_running_loop().time
         until_s = clock() + self._start_s
@@ -235,14 +234,14 @@ class SessionPool(Generic[S]):
             self._serve()
 
     def _refuse(self, error: Exception, *, is_late: bool) -> None:
-        waiting = next((each for each in self._waiting if not each.done()), None)
+        waiting = next((waiter for waiter in self._waiting if not waiter.done()), None)
         if waiting is not None:
             late = f"it was not there within {self._start_s:g} s" if is_late else ""
             reason = error.__cause__ if isinstance(error, Away) and error.__cause__ else error
-            found = late or f"{type(reason).__name__}: {reason}"
+            problem = late or f"{type(reason).__name__}: {reason}"
             waiting.set_exception(
                 WorldFailed(
-                    f"no session of '{self._name}' could be started; found {found}; look at the"
+                    f"no session of '{self._name}' could be started; found {problem}; look at the"
                     " environment"
                 )
             )

@@ -53,13 +53,13 @@ class Trainer(TrainerKnobs):
 
         return TrainerRuntime.build(self, context)
 
-    def follower(self, context: Context, told: Mapping[str, Any]) -> Callable[[int, int], int]:
+    def follower(self, context: Context, settings: Mapping[str, Any]) -> Callable[[int, int], int]:
         """What a rank runs on another host than rank 0's
         (`dataflow.system.rank_places.Spreads`).
         """
         from operators.training.parallel.launch import follower
 
-        return follower(self, context, told)
+        return follower(self, context, settings)
 
     def replay(self, script: "ReplayScript") -> Iterator[Mapping[str, float]]:
         """Train a run's recorded steps again, for `dataflow replay`: `loss` and `grad_norm` of

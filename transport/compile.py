@@ -74,23 +74,23 @@ def compiled(sources: tuple[Path, ...], choices: tuple[_Flags, ...]) -> ctypes.C
     them, which is told in `NOTES`. ValueError where it cannot build them for the processor that
     DATAFLOW_MARCH names.
     """
-    asked = os.environ.get(PROCESSOR)
-    if asked == "none":
+    target = os.environ.get(PROCESSOR)
+    if target == "none":
         return None
-    wanted = os.environ.get("CC", "cc")
-    compiler = shutil.which(wanted) or shutil.which("gcc") or shutil.which("clang")
+    preferred = os.environ.get("CC", "cc")
+    compiler = shutil.which(preferred) or shutil.which("gcc") or shutil.which("clang")
     if compiler is None:
         _off(
-            f"there is no C compiler: neither {wanted} nor gcc nor clang is on the PATH;"
+            f"there is no C compiler: neither {preferred} nor gcc nor clang is on the PATH;"
             " install one"
         )
         return None
     fault = ""
     for processor, flags in itertools.product(
-        ((f"-march={asked}",),) if asked else (("-march=native",), ()), choices
+        ((f"-march={target}",),) if target else (("-march=native",), ()), choices
     ):
         try:
-            found = _library(sources, compiler, ("-fPIC", "-shared", *processor, *flags))
+            lib = _library(sources, compiler, ("-fPIC", "-shared", *processor, *flags))
         except subprocess.TimeoutExpired:
             _off(
                 f"{compiler} has not compiled {sources[0].name} within {TIMEOUT_S:.0f} s; start the"
@@ -107,10 +107,10 @@ def compiled(sources: tuple[Path, ...], choices: tuple[_Flags, ...]) -> ctypes.C
                 f"{compiler} compiles {sources[0].name} with {flags[-1]} alone, and it is slower:"
                 f" {fault}"
             )
-        return found
-    if asked:
+        return lib
+    if target:
         raise ValueError(
-            f"{sources[0].name} cannot be compiled for {PROCESSOR}={asked}; found {fault}; name a"
+            f"{sources[0].name} cannot be compiled for {PROCESSOR}={target}; found {fault}; name a"
             f" processor that {compiler} knows as -march, or none"
         )
     _off(
@@ -122,10 +122,10 @@ def compiled(sources: tuple[Path, ...], choices: tuple[_Flags, ...]) -> ctypes.C
 
 def _library(sources: tuple[Path, ...], compiler: str, flags: _Flags) -> ctypes.CDLL:
     """Errors: OSError, SubprocessError."""
-    known = "\n".join(
-        [*(each.read_text("utf-8") for each in sources), compiler, *flags, _processor()]
+    identity = "\n".join(
+        [*(source.read_text("utf-8") for source in sources), compiler, *flags, _processor()]
     )
-    name = f"{sources[0].stem}-{hashlib.sha256(known.encode()).hexdigest()[:16]}.so"
+    name = f"{sources[0].stem}-{hashlib.sha256(identity.encode()).hexdigest()[:16]}.so"
     for folder in filter(_is_ours, _folders()):
         # there is none, or it is damaged, or nothing may be run from there
         with contextlib.suppress(OSError):
@@ -198,12 +198,12 @@ def _is_ours(folder: Path) -> bool:
     one's own nobody can.
     """
     try:
-        found = folder.lstat()
+        status = folder.lstat()
     except OSError:
         return False
     shared = folder.name != _AT_HOME
     return not shared or (
-        stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid() and not found.st_mode & 0o022
+        stat.S_ISDIR(status.st_mode) and status.st_uid == os.getuid() and not status.st_mode & 0o022
     )
 
 

@@ -70,12 +70,12 @@ class Numbered:
                 f"a message has its numbers and what is said; found frames of {sizes} bytes; send"
                 " both"
             )
-        session, number, session_heard, heard = _NUMBERS.unpack(frames[0])
+        session, number, session_heard, count = _NUMBERS.unpack(frames[0])
         if session < self._its_session:
             return None
         if session > self._its_session:
             self._its_session, self._its_heard = session, 0
-        self._learn(session_heard, heard, now)
+        self._learn(session_heard, count, now)
         if number == 0:
             return frames[1] or None
         if number != self._its_heard + 1:
@@ -96,9 +96,9 @@ class Numbered:
             return asks
         self._is_behind = False
         self._again_s = min(2 * self._again_s, MOST_AGAIN_S)
-        for kept in self._kept:
-            kept.sent_at = now
-        return asks + [[self._numbers(kept.number), kept.message] for kept in self._kept]
+        for frame in self._kept:
+            frame.sent_at = now
+        return asks + [[self._numbers(frame.number), frame.message] for frame in self._kept]
 
     def begin_anew(self, *, with_another: bool = False) -> None:
         """What was not heard is not sent any more. with_another: who is there now has said nothing

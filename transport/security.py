@@ -98,9 +98,9 @@ class RunKeys:
         if len(data) != KEYS_BYTES:
             raise ValueError(f"the keys of a run are {KEYS_BYTES} bytes, but there are {len(data)}")
         parts = [data[at : at + _KEY_BYTES] for at in range(0, KEYS_BYTES, _KEY_BYTES)]
-        found = cls.from_plain(dict(zip(_IN_ORDER, parts, strict=True)))
-        assert found is not None, "there are four"
-        return found
+        keys = cls.from_plain(dict(zip(_IN_ORDER, parts, strict=True)))
+        assert keys is not None, "there are four"
+        return keys
 
     def to_bytes(self) -> bytes:
         """For a pipe or a private file."""
@@ -177,11 +177,11 @@ def again_at(host: str, before: str, listen: Callable[[str], T]) -> T:
 
 def check_address(address: str, keys: Keys | None) -> None:
     """Raise AddressError for an address where others than this user's processes could come in."""
-    scheme, separator, rest = address.partition("://")
+    scheme, separator, place = address.partition("://")
     if scheme == "ipc" and separator:
-        _check_ipc(address, rest)
-    elif scheme == "tcp" and separator and ":" in rest:
-        host = rest.rpartition(":")[0].strip("[]")
+        _check_ipc(address, place)
+    elif scheme == "tcp" and separator and ":" in place:
+        host = place.rpartition(":")[0].strip("[]")
         if keys is None and not _is_loopback(host):
             raise AddressError(
                 f"{address} is open to other machines, and there are no keys; got host '{host}'; "
@@ -206,17 +206,17 @@ def _check_ipc(address: str, path: str) -> None:
         )
     folder = Path(path).parent
     try:
-        found = folder.stat()
+        status = folder.stat()
     except OSError as error:
         raise AddressError(
             f"the folder of {address} cannot be used; {error.strerror}: {folder}; make it with mode"
             " 0700"
         ) from error
-    mode = stat.S_IMODE(found.st_mode)
-    if mode & 0o077 or found.st_uid != os.getuid():
+    mode = stat.S_IMODE(status.st_mode)
+    if mode & 0o077 or status.st_uid != os.getuid():
         raise AddressError(
             f"the folder of {address} is open to others; {folder} has mode {mode:04o} and owner "
-            f"{found.st_uid}; use a folder of your own with mode 0700"
+            f"{status.st_uid}; use a folder of your own with mode 0700"
         )
 
 

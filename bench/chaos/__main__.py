@@ -94,50 +94,50 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def parser() -> argparse.ArgumentParser:
     """The command line."""
-    found = argparse.ArgumentParser(
+    parser = argparse.ArgumentParser(
         prog="python -m bench.chaos",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    found.add_argument(
+    parser.add_argument(
         "--minutes", type=float, default=10.0, help="of the disturbed run (default 10)"
     )
-    found.add_argument(
+    parser.add_argument(
         "--every", type=float, default=20.0, help="seconds from a fault to the next (default 20)"
     )
-    found.add_argument(
+    parser.add_argument(
         "--seed", type=int, default=0, help="of the faults, and of the runs (default 0)"
     )
-    found.add_argument("--json", type=Path, help="file for the JSON lines")
-    found.add_argument(
+    parser.add_argument("--json", type=Path, help="file for the JSON lines")
+    parser.add_argument(
         "--prompts", default="", help="GSM8K's train.jsonl; made-up steps without it"
     )
-    found.add_argument("--eval", default="", help="GSM8K's test.jsonl")
-    found.add_argument(
+    parser.add_argument("--eval", default="", help="GSM8K's test.jsonl")
+    parser.add_argument(
         "--policies", type=Path, default=Path("policies"), help="folder for the policy"
     )
-    found.add_argument(
+    parser.add_argument(
         "--runs", type=Path, help="folder that keeps the runs; without it they are thrown away"
     )
-    found.add_argument(
+    parser.add_argument(
         "--hang", type=float, default=1 / 50_000, help="share of rollouts that hang their scorer"
     )
-    found.add_argument(
+    parser.add_argument(
         "--crash", type=float, default=1 / 5_000, help="share of rollouts that end its process"
     )
-    found.add_argument(
+    parser.add_argument(
         "--eval-every", type=int, default=50, help="steps between evaluations (default 50)"
     )
-    found.add_argument(
+    parser.add_argument(
         "--trainer-kills", type=int, default=0, help="kill the trainer so often, of small runs"
     )
-    found.add_argument(
+    parser.add_argument(
         "--scheduler-kills", type=int, default=0, help="kill the scheduler so often, of one run"
     )
-    found.add_argument(
+    parser.add_argument(
         "--quick", action="store_true", help="a tiny policy, half a minute: to try the code"
     )
-    return found
+    return parser
 
 
 def disturb(options: argparse.Namespace, runs: Path, report: Report) -> bool:
@@ -152,11 +152,11 @@ def disturb(options: argparse.Namespace, runs: Path, report: Report) -> bool:
     for row in rows_of_faults(blows, faults_of(folder), drawn(folder), group_size):
         report.add(case="faults", system=str(row.pop("worker")), **row)
     undisturbed = Ended.read(runs / "undisturbed" / "latest").step_times
-    found = [
+    clean = [
         _outcome(runs, name, undisturbed, evaluated, group_size, report)
         for name in ("chaos", "undisturbed")
     ]
-    return all(found)
+    return all(clean)
 
 
 def _flags(options: argparse.Namespace) -> list[str]:
@@ -192,8 +192,8 @@ def _under_faults(runs: Path, flags: Sequence[str], options: argparse.Namespace)
         finally:
             nemesis.stop()
         struck = sum(not blow.is_within for blow in nemesis.blows)
-        made = steps_made(runs)
-        program.until(lambda: steps_made(runs) > made + 2, END_S, "a step after the last fault")
+        before = steps_made(runs)
+        program.until(lambda: steps_made(runs) > before + 2, END_S, "a step after the last fault")
         _settle(program, runs, struck)
         program.end()
     finally:
@@ -229,8 +229,8 @@ def _outcome(
 ) -> bool:
     folder = runs / name / "latest"
     times = Ended.read(folder).step_times
-    clean, said = judged(runs / name)
-    found = accuracies(_metrics(runs / name))
+    clean, summary = judged(runs / name)
+    by_step = accuracies(_metrics(runs / name))
     book = drawn(folder)
     figures: dict[str, Figure] = {
         "clean": "yes" if clean else "NO",
@@ -241,13 +241,13 @@ def _outcome(
         "useful": useful(times, undisturbed),
         "begun_again": group_size * len(repeated(book, "begun", "prompts")),
         "finished_again": group_size * len(repeated(book, "finished", "prompts")),
-        "first": found.get(0),
-        "accuracy": found.get(evaluated),
+        "first": by_step.get(0),
+        "accuracy": by_step.get(evaluated),
         "at": evaluated,
         "left_behind": len(left_behind(runs / name)),
     }
     report.add(case="runs", system=name, **figures)
-    print(f"{name}: {said}", flush=True)
+    print(f"{name}: {summary}", flush=True)
     return clean
 
 

@@ -28,8 +28,8 @@ class _Book:
     def __init__(self, folder: RunFolder) -> None:
         self._file = os.open(folder.path / DRAWN, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
 
-    def write(self, what: str, source: str, groups: Iterable[int]) -> None:
-        line = {"at": time.time(), "what": what, "source": source, "groups": list(groups)}
+    def write(self, kind: str, source: str, groups: Iterable[int]) -> None:
+        line = {"at": time.time(), "what": kind, "source": source, "groups": list(groups)}
         os.write(self._file, f"{json.dumps(line)}\n".encode())
 
 
@@ -54,14 +54,14 @@ class Counting(GeneratorRuntime):
     def __init__(self, declaration: Generator, context: Context) -> None:
         assert context.folder is not None and context.ledger is not None, "a run has both"
         self._book = _Book(context.folder)
-        told = cast(BaseLedger, _Told(context.ledger, self._book))
-        super().__init__(declaration, dataclasses.replace(context, ledger=told))
+        ledger = cast(BaseLedger, _Told(context.ledger, self._book))
+        super().__init__(declaration, dataclasses.replace(context, ledger=ledger))
 
     def work(self) -> list[Batch] | None:
         """As the engine does."""
-        made = super().work()
-        for batch in made or ():
+        batches = super().work()
+        for batch in batches or ():
             self._book.write(
                 "finished", batch.source, dict.fromkeys(batch.records.column(GROUP_ID).to_pylist())
             )
-        return made
+        return batches

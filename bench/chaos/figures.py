@@ -25,13 +25,13 @@ TRAINER, SOURCE = "trainer", "prompts"
 def faults_of(folder: Path) -> list[dict[str, Any]]:
     """The lines of faults.jsonl, without one that a crash tore."""
     path = folder / FAULTS
-    found = []
+    faults = []
     for text in path.read_bytes().splitlines() if path.exists() else []:
         try:
-            found.append(json.loads(text))
+            faults.append(json.loads(text))
         except ValueError:
             continue
-    return found
+    return faults
 
 
 def drawn(folder: Path) -> list[dict[str, Any]]:
@@ -47,16 +47,16 @@ def matched(
     """Each fault of a worker with the last blow to it, by which no other fault is explained; None:
     not our doing.
     """
-    left, found = list(blows), []
+    remaining, pairs = list(blows), []
     for fault in sorted(faults, key=lambda line: float(line["at"])):
         causes = [
             blow
-            for blow in left
+            for blow in remaining
             if not blow.is_within and blow.worker == fault["worker"] and blow.at <= fault["at"]
         ]
-        left = [blow for blow in left if blow not in causes]
-        found.append((causes[0] if causes else None, fault))
-    return found
+        remaining = [blow for blow in remaining if blow not in causes]
+        pairs.append((causes[0] if causes else None, fault))
+    return pairs
 
 
 def rows_of_faults(
@@ -106,17 +106,19 @@ def rows_of_faults(
     return [row for _, row in events]
 
 
-def repeated(drawn: Iterable[Mapping[str, Any]], what: str, source: str) -> list[tuple[float, int]]:
+def repeated(drawn: Iterable[Mapping[str, Any]], kind: str, source: str) -> list[tuple[float, int]]:
     """Each time that a group was begun, or finished, which had been before: (seconds since 1970,
     group).
     """
-    known: set[int] = set()
-    found = []
+    seen_groups: set[int] = set()
+    repeats = []
     for line in drawn:
-        if line["what"] == what and line["source"] == source:
-            found += [(float(line["at"]), group) for group in line["groups"] if group in known]
-            known.update(line["groups"])
-    return found
+        if line["what"] == kind and line["source"] == source:
+            repeats += [
+                (float(line["at"]), group) for group in line["groups"] if group in seen_groups
+            ]
+            seen_groups.update(line["groups"])
+    return repeats
 
 
 @dataclass(frozen=True)
@@ -231,12 +233,12 @@ def equal_losses(
     mine: Iterable[Mapping[str, Any]], undisturbed: Iterable[Mapping[str, Any]]
 ) -> tuple[int, int]:
     """Steps that both have, and those of them with the same loss, bit for bit."""
-    one, other = (
+    mine_by_step, others_by_step = (
         {line["step"]: line["loss"] for line in lines if "loss" in line}
         for lines in (mine, undisturbed)
     )
-    both = [step for step in one if step in other]
-    return len(both), sum(one[step] == other[step] for step in both)
+    both = [step for step in mine_by_step if step in others_by_step]
+    return len(both), sum(mine_by_step[step] == others_by_step[step] for step in both)
 
 
 def _groups(table: Any) -> list[int]:

@@ -55,16 +55,16 @@ def kill_trainers(options: argparse.Namespace, runs: Path, report: Report) -> bo
         below = runs / f"{number:02}-{name}"
         flags = _flags(options, staleness)
         at = (_trees if how == "tree" else _workers)(below, flags, kills, draw)
-        found = _figures(below, at)
+        figures = _figures(below, at)
         if staleness == 0:
-            found |= _compared(below, runs / f"{number:02}-undisturbed", flags)
-        lines.append({"system": name, "kills": len(at), **found})
+            figures |= _compared(below, runs / f"{number:02}-undisturbed", flags)
+        lines.append({"system": name, "kills": len(at), **figures})
         report.add(case="kills of a run", **lines[-1])
-        print(f"{name}: {found}", flush=True)
+        print(f"{name}: {figures}", flush=True)
         good &= (
-            found["clean"] == "yes"
-            and not found["trained_twice"]
-            and found.get("same") == found.get("compared")
+            figures["clean"] == "yes"
+            and not figures["trained_twice"]
+            and figures.get("same") == figures.get("compared")
         )
     for name in dict.fromkeys(line["system"] for line in lines):
         report.add(
@@ -87,10 +87,10 @@ def summed(lines: Sequence[dict[str, Any]]) -> dict[str, Figure]:
         "same",
         "left_behind",
     )
-    found: dict[str, Figure] = {name: sum(line.get(name, 0) for line in lines) for name in names}
+    sums: dict[str, Figure] = {name: sum(line.get(name, 0) for line in lines) for name in names}
     at_stake = sum(line["at_stake"] for line in lines)
-    found["share_kept"] = sum(line["kept"] for line in lines) / at_stake if at_stake else None
-    return {"runs": len(lines), "clean": sum(line["clean"] == "yes" for line in lines), **found}
+    sums["share_kept"] = sum(line["kept"] for line in lines) / at_stake if at_stake else None
+    return {"runs": len(lines), "clean": sum(line["clean"] == "yes" for line in lines), **sums}
 
 
 def _trees(runs: Path, flags: Sequence[str], kills: int, draw: random.Random) -> list[float]:
@@ -134,15 +134,15 @@ def _workers(runs: Path, flags: Sequence[str], kills: int, draw: random.Random) 
 
 def _under_way(program: Program, runs: Path) -> None:
     """Wait until it has made one step more."""
-    made = steps_made(runs)
-    program.until(lambda: steps_made(runs) > made, START_S, f"step {made + 1}")
+    before = steps_made(runs)
+    program.until(lambda: steps_made(runs) > before, START_S, f"step {before + 1}")
 
 
 def _figures(runs: Path, at: Sequence[float]) -> dict[str, Any]:
     folder = runs / "latest"
-    clean, said = judged(runs)
+    clean, summary = judged(runs)
     if not clean:
-        print(said, flush=True)
+        print(summary, flush=True)
     ended = Ended.read(folder)
     return {
         "clean": "yes" if clean else "NO",
@@ -153,16 +153,16 @@ def _figures(runs: Path, at: Sequence[float]) -> dict[str, Any]:
     }
 
 
-def _compared(runs: Path, other: Path, flags: Sequence[str]) -> dict[str, Any]:
+def _compared(runs: Path, undisturbed: Path, flags: Sequence[str]) -> dict[str, Any]:
     """The losses beside those of a run that nobody kills, as far as the first one came."""
-    made = steps_made(runs)
-    program = started(other, *flags)
+    steps = steps_made(runs)
+    program = started(undisturbed, *flags)
     try:
-        program.until(lambda: steps_made(other) >= made, START_S + END_S, f"step {made}")
+        program.until(lambda: steps_made(undisturbed) >= steps, START_S + END_S, f"step {steps}")
         program.end()
     finally:
         program.kill()
-    mine, its = (RunFolder.open(each / "latest").read_metrics() for each in (runs, other))
+    mine, its = (RunFolder.open(folder / "latest").read_metrics() for folder in (runs, undisturbed))
     compared, same = equal_losses(mine, its)
     return {"compared": compared, "same": same}
 

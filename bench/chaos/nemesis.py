@@ -46,14 +46,14 @@ class Blow:
 
 def workers(scheduler: int) -> dict[str, psutil.Process]:
     """The workers of a run by name: those below its forkserver whose output goes to a log."""
-    found = {}
+    by_name = {}
     with contextlib.suppress(psutil.Error):
         for forkserver in psutil.Process(scheduler).children():
             with contextlib.suppress(psutil.Error):
                 for process in forkserver.children():
                     if name := _log_of(process.pid):
-                        found[name] = process
-    return found
+                        by_name[name] = process
+    return by_name
 
 
 def everyone(scheduler: int) -> list[psutil.Process]:
@@ -68,13 +68,13 @@ def targets(scheduler: int) -> dict[str, list[psutil.Process]]:
     """What may be struck, by name: the workers, and what belongs to the pool of each, together
     under one name.
     """
-    found = {}
+    by_name = {}
     for name, process in workers(scheduler).items():
-        found[name] = [process]
+        by_name[name] = [process]
         with contextlib.suppress(psutil.Error):
             if below := process.children(recursive=True):
-                found[f"{name}/process"] = sorted(below, key=lambda each: each.pid)
-    return found
+                by_name[f"{name}/process"] = sorted(below, key=lambda process: process.pid)
+    return by_name
 
 
 class Nemesis:
@@ -119,12 +119,12 @@ class Nemesis:
 
     def _strike(self) -> None:
         number, place, among = self.lot()
-        there = targets(self._scheduler)
-        if not there:
+        candidates = targets(self._scheduler)
+        if not candidates:
             return
-        names = sorted(there)
+        names = sorted(candidates)
         name = names[int(place * len(names))]
-        process = there[name][int(among * len(there[name]))]
+        process = candidates[name][int(among * len(candidates[name]))]
         with contextlib.suppress(psutil.Error):
             parent = process.parent()
             before = _children(parent)

@@ -31,13 +31,13 @@ class Program:
     """One process that runs, or goes on with, a run."""
 
     def __init__(
-        self, command: Sequence[str], said: Path, environment: Mapping[str, str] | None = None
+        self, command: Sequence[str], output: Path, environment: Mapping[str, str] | None = None
     ) -> None:
-        """said: the file that its output is appended to. environment: its whole environment; None:
-        this process's.
+        """output: the file that its output is appended to. environment: its whole environment;
+        None: this process's.
         """
-        self._said = said
-        with said.open("ab") as out:
+        self._said = output
+        with output.open("ab") as out:
             self._process = subprocess.Popen(
                 command,
                 env=environment,
@@ -52,7 +52,7 @@ class Program:
         """Whether it has ended."""
         return self._process.poll() is not None
 
-    def until(self, holds: Callable[[], bool], within_s: float, what: str) -> None:
+    def until(self, holds: Callable[[], bool], within_s: float, goal: str) -> None:
         """Wait until something holds. Errors: Failed, when the program ends before or the time is
         over.
         """
@@ -60,10 +60,10 @@ class Program:
         while not holds():
             if self.is_over:
                 raise Failed(
-                    f"status {self._process.returncode} before {what}: {self.output_tail()}"
+                    f"status {self._process.returncode} before {goal}: {self.output_tail()}"
                 )
             if time.monotonic() > deadline:
-                raise Failed(f"{what} did not come within {within_s:.0f} s: {self.output_tail()}")
+                raise Failed(f"{goal} did not come within {within_s:.0f} s: {self.output_tail()}")
             time.sleep(POLL_S)
 
     def end(self) -> None:
@@ -82,12 +82,12 @@ class Program:
 
     def kill(self) -> None:
         """SIGKILL to it and to all that it started, as far as it is known; none is left."""
-        found = everyone(self.pid)
-        for process in found:
+        processes = everyone(self.pid)
+        for process in processes:
             with contextlib.suppress(psutil.Error):
                 process.kill()
         self._process.wait()
-        psutil.wait_procs(found, timeout=10.0)
+        psutil.wait_procs(processes, timeout=10.0)
 
     def output_tail(self) -> str:
         """The end of what it said."""
@@ -133,9 +133,9 @@ def steps_made(runs: Path) -> int:
 
 def left_behind(runs: Path) -> list[int]:
     """Processes that still write into the logs of a run."""
-    folder, found = (runs / "latest").resolve(), []
+    folder, pids = (runs / "latest").resolve(), []
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error, OSError):
             if Path(f"/proc/{process.pid}/fd/1").readlink().is_relative_to(folder):
-                found.append(process.pid)
-    return found
+                pids.append(process.pid)
+    return pids

@@ -108,8 +108,8 @@ def build(
     )
     source = Prompts(rows, columns=("answer",), shuffle_seed=0)
     trainer(advantage(faulty(generator(g.source(source)))))
-    asked = Prompts(held_out, columns=("answer",), name="held_out", group_size=1)
-    Evaluate(every_steps=eval_every)(faulty(generator(g.source(asked))))
+    questions = Prompts(held_out, columns=("answer",), name="held_out", group_size=1)
+    Evaluate(every_steps=eval_every)(faulty(generator(g.source(questions))))
     g.feedback(trainer.weights, generator, max_staleness=max_staleness)
     return g
 

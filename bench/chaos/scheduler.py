@@ -44,7 +44,7 @@ def kill_schedulers(
     at = _replaced(runs / "standby", flags, options.scheduler_kills)
     folder = runs / "standby" / "latest"
     faults = [fault for fault in faults_of(folder) if fault["worker"] == "scheduler"]
-    others = len(faults_of(folder)) - len(faults)
+    other_faults = len(faults_of(folder)) - len(faults)
     times = Ended.read(folder).step_times
     paces = [paces_around(times, moment, WINDOW_S) for moment in at]
     for (before, after), fault in zip(paces, faults, strict=False):
@@ -57,7 +57,7 @@ def kill_schedulers(
             steps_after=after,
             dip=1 - after / before if before else None,
         )
-    clean, said = judged(runs / "standby")
+    clean, summary = judged(runs / "standby")
     dips = [1 - after / before for before, after in paces if before]
     report.add(
         case="schedulers",
@@ -65,12 +65,12 @@ def kill_schedulers(
         clean="yes" if clean else "NO",
         kills=len(at),
         replaced=len(faults),
-        others_restarted=others,
+        others_restarted=other_faults,
         dip=statistics.median(dips) if dips else None,
         steps=len(times),
         left_behind=len(left_behind(runs / "standby")),
     )
-    print(f"standby: {said}", flush=True)
+    print(f"standby: {summary}", flush=True)
     return _alone(runs / "alone", flags, report) and clean and len(faults) == len(at)
 
 
@@ -78,8 +78,8 @@ def paces_around(times: Sequence[float], moment: float, window_s: float) -> tupl
     """Steps in the window before a moment, and in the one after it; times: of the steps, in
     order.
     """
-    before = sum(moment - window_s <= each < moment for each in times)
-    return before, sum(moment <= each < moment + window_s for each in times)
+    before = sum(moment - window_s <= time < moment for time in times)
+    return before, sum(moment <= time < moment + window_s for time in times)
 
 
 def _replaced(runs: Path, flags: Sequence[str], kills: int) -> list[float]:
@@ -90,10 +90,10 @@ def _replaced(runs: Path, flags: Sequence[str], kills: int) -> list[float]:
         program.until(lambda: steps_made(runs) > 0, START_S, "the first step")
         for _ in range(kills):
             time.sleep(SETTLED_S)
-            made, scheduler = steps_made(runs), _scheduler(runs)
+            before, scheduler = steps_made(runs), _scheduler(runs)
             at.append(time.time())
             os.kill(scheduler, signal.SIGKILL)
-            _wait(partial(_is_replaced, runs, deaths=len(at), made=made), "the next scheduler")
+            _wait(partial(_is_replaced, runs, deaths=len(at), steps=before), "the next scheduler")
         time.sleep(SETTLED_S)
         os.kill(_scheduler(runs), signal.SIGINT)
         _wait(lambda: not left_behind(runs), "the end of the run")
@@ -107,25 +107,25 @@ def _alone(runs: Path, flags: Sequence[str], report: Report) -> bool:
     program = started(runs, *flags)
     try:
         program.until(lambda: steps_made(runs) > 2, START_S, "the first steps")
-        made, killed = steps_made(runs), time.monotonic()
+        before, killed = steps_made(runs), time.monotonic()
         os.kill(_scheduler(runs), signal.SIGKILL)
         with contextlib.suppress(Failed):
             _wait(lambda: not left_behind(runs), "the end of the workers", GONE_S)
         gone_s = time.monotonic() - killed
     finally:
         _end(program, runs)
-    clean, said = judged(runs)
-    left = len(left_behind(runs))
+    clean, summary = judged(runs)
+    orphans = len(left_behind(runs))
     figures: dict[str, Figure] = {
         "clean": "yes" if clean else "NO",
         "gone_s": gone_s,
         "steps": steps_made(runs),
-        "steps_alone": steps_made(runs) - made,
-        "left_behind": left,
+        "steps_alone": steps_made(runs) - before,
+        "left_behind": orphans,
     }
     report.add(case="schedulers", system="alone", **figures)
-    print(f"alone: {said}", flush=True)
-    return clean and not left
+    print(f"alone: {summary}", flush=True)
+    return clean and not orphans
 
 
 def _scheduler(runs: Path) -> int:
@@ -133,16 +133,16 @@ def _scheduler(runs: Path) -> int:
     return int((runs / "latest" / "lock").read_text().partition(" ")[0])
 
 
-def _is_replaced(runs: Path, *, deaths: int, made: int) -> bool:
+def _is_replaced(runs: Path, *, deaths: int, steps: int) -> bool:
     """Whether the run knows of so many deaths and has made more steps since the last."""
-    return len(faults_of(runs / "latest")) >= deaths and steps_made(runs) > made
+    return len(faults_of(runs / "latest")) >= deaths and steps_made(runs) > steps
 
 
-def _wait(holds: Callable[[], bool], what: str, within_s: float = END_S) -> None:
+def _wait(holds: Callable[[], bool], goal: str, within_s: float = END_S) -> None:
     deadline = time.monotonic() + within_s
     while not holds():
         if time.monotonic() > deadline:
-            raise Failed(f"{what} did not come within {within_s:.0f} s")
+            raise Failed(f"{goal} did not come within {within_s:.0f} s")
         time.sleep(0.05)
 
 

@@ -45,12 +45,12 @@ FILES = 1024
 
 def main() -> None:
     """Measure each number of workers, and show the figures."""
-    asked = argparse.ArgumentParser(prog="python -m bench.controller", description=__doc__)
-    asked.add_argument("--workers", type=int, nargs="*", default=[64, 512, 4096])
-    asked.add_argument("--seconds", type=float, default=20.0)
-    asked.add_argument("--json", type=Path)
-    asked.add_argument("--profile", type=Path, help="of the steady state, for pstats")
-    wishes = asked.parse_args()
+    parser = argparse.ArgumentParser(prog="python -m bench.controller", description=__doc__)
+    parser.add_argument("--workers", type=int, nargs="*", default=[64, 512, 4096])
+    parser.add_argument("--seconds", type=float, default=20.0)
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--profile", type=Path, help="of the steady state, for pstats")
+    wishes = parser.parse_args()
     resource.setrlimit(
         resource.RLIMIT_NOFILE, (FILES, resource.getrlimit(resource.RLIMIT_NOFILE)[1])
     )
@@ -76,7 +76,7 @@ def _measured(
 ) -> dict[str, Any]:
     for below in ("logs", "rollouts", "checkpoints"):
         (folder / below).mkdir()
-    made, keys = graph(), RunKeys.make()
+    controller, keys = graph(), RunKeys.make()
     limits = Limits()
     agents = Agents(LISTEN, keys, folder, hang_s=limits.hang_s)
     ours = Built(digest="same")
@@ -91,7 +91,7 @@ def _measured(
     player = open_.enter_context(_player(call))
     began = time.monotonic()
     agents.assemble(len(names), limits.start_s)
-    plan = planned(made, workers)
+    plan = planned(controller, workers)
     server = HostsControlServer(agents, folder)
     agents.build(
         Begin(launch={}, inputs={}, whereabouts=asdict(server.whereabouts)), ours, limits.start_s
@@ -99,9 +99,9 @@ def _measured(
     gathered_s = time.monotonic() - began
     clock = RunClock(0.0)
     scheduler = Scheduler(
-        made, plan, Settings(folder=str(folder)), limits=limits, clock=clock, server=server
+        controller, plan, Settings(folder=str(folder)), limits=limits, clock=clock, server=server
     )
-    watch = ProgressWatch(made, plan, RunFolder(folder), None, clock)
+    watch = ProgressWatch(controller, plan, RunFolder(folder), None, clock)
     closing = open_.enter_context(contextlib.ExitStack())
     closing.callback(scheduler.close)
 
@@ -133,7 +133,7 @@ def _measured(
     files, rss = process.num_fds(), process.memory_info().rss
     restarts = sum(record.attempt for record in scheduler.table)
     closing.close()
-    found = json.loads(player.communicate(timeout=60)[0] or "{}").get("delays", [])
+    delays = json.loads(player.communicate(timeout=60)[0] or "{}").get("delays", [])
     return {
         "hosts": len(names),
         "gather s": round(gathered_s, 2),
@@ -141,9 +141,9 @@ def _measured(
         "start cpu s": round(start_cpu_s, 2),
         "share %": round(100 * share, 1),
         "turns/s": round(turns / seconds, 1),
-        "delay median ms": _ms(found, 0.5),
-        "delay p99 ms": _ms(found, 0.99),
-        "decisions": len(found),
+        "delay median ms": _ms(delays, 0.5),
+        "delay p99 ms": _ms(delays, 0.99),
+        "decisions": len(delays),
         "rss MiB": rss >> 20,
         "files": files,
         "restarts": restarts,
@@ -159,8 +159,10 @@ def _for(seconds: float, turn: Any) -> int:
     return count
 
 
-def _ms(found: list[float], share: float) -> float | None:
-    return round(1000 * found[min(len(found) - 1, int(share * len(found)))], 1) if found else None
+def _ms(delays: list[float], share: float) -> float | None:
+    return (
+        round(1000 * delays[min(len(delays) - 1, int(share * len(delays)))], 1) if delays else None
+    )
 
 
 @contextlib.contextmanager

@@ -24,16 +24,16 @@ def hosts(workers: int) -> list[Host]:
 
 def graph() -> Graph:
     """Prompts, generators, a trainer."""
-    made, model = Graph("controller"), Model("policy")
+    controller, model = Graph("controller"), Model("policy")
     generator, trainer = FakeGenerator(model=model), FakeTrainer(model=model)
-    trainer(generator(made.source(FakePrompts())))
-    made.feedback(trainer.weights, generator, max_staleness=1)
-    return made
+    trainer(generator(controller.source(FakePrompts())))
+    controller.feedback(trainer.weights, generator, max_staleness=1)
+    return controller
 
 
-def planned(made: Graph, workers: int) -> Plan:
+def planned(controller: Graph, workers: int) -> Plan:
     """All but two are generators."""
-    return plan(made, Devices.of(hosts(workers)), replicas={"generator": workers - 2})
+    return plan(controller, Devices.of(hosts(workers)), replicas={"generator": workers - 2})
 
 
 @dataclass(frozen=True)

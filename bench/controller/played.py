@@ -113,17 +113,17 @@ class Worker:
 class Delays:
     """From a trainer's heartbeat to what the source hears because of it."""
 
-    asked: dict[int, float] = field(default_factory=dict)
+    asked_at: dict[int, float] = field(default_factory=dict)
     seconds: list[float] = field(default_factory=list)
 
     def ask(self, number: int) -> None:
         """The trainer has said so many."""
-        self.asked[number] = time.monotonic()
+        self.asked_at[number] = time.monotonic()
 
     def heard(self, number: int) -> None:
         """The source has heard so many."""
-        if number in self.asked:
-            self.seconds.append(time.monotonic() - self.asked.pop(number))
+        if number in self.asked_at:
+            self.seconds.append(time.monotonic() - self.asked_at.pop(number))
 
 
 class PlayedHost:
@@ -281,8 +281,8 @@ def main() -> None:
         time.sleep(0.002)
         if select.select([sys.stdin], [], [], 0)[0]:
             break
-    found = sorted(delays.seconds)
-    print(json.dumps({"delays": found}), flush=True)
+    seconds = sorted(delays.seconds)
+    print(json.dumps({"delays": seconds}), flush=True)
     context.destroy(linger=200)
 
 

@@ -42,7 +42,7 @@ class System(Protocol):
 
 def produce(producer: Producer, commands: Iterable[list[Any]]) -> None:
     """Send what is ordered: ["throughput", batches] or ["latency", rollouts, per second]."""
-    many, one = make(BATCH_ROWS, TOKENS), make(1, TOKENS)
+    many, single = make(BATCH_ROWS, TOKENS), make(1, TOKENS)
     for command in commands:
         if command[0] == "throughput":
             for _ in range(command[1]):
@@ -52,5 +52,5 @@ def produce(producer: Producer, commands: Iterable[list[Any]]) -> None:
             for number in range(command[1]):
                 due = begin + number * 1_000_000_000 // command[2]
                 time.sleep(max(0.0, (due - time.monotonic_ns()) / 1e9))
-                producer.send(one, due)
+                producer.send(single, due)
         producer.flush()

@@ -109,18 +109,19 @@ def run_all(options: argparse.Namespace, report: Report) -> bool:
     for repeat in range(1 if options.quick else options.repeats):
         for case in options.cases:
             for system in systems:
-                found = measure(system, case, repeat, options)
-                if isinstance(found, str):
+                figures = measure(system, case, repeat, options)
+                if isinstance(figures, str):
                     failed = True
-                    report.add(case=case, system=system, repeat=repeat, failed=found)
+                    report.add(case=case, system=system, repeat=repeat, failed=figures)
                     console.print(
-                        f"{case} {system}: {found}", style="red", markup=False, soft_wrap=True
+                        f"{case} {system}: {figures}", style="red", markup=False, soft_wrap=True
                     )
                 else:
-                    report.add(case=case, system=system, repeat=repeat, **found)
-                    lines.setdefault((case, system), []).append(found)
+                    report.add(case=case, system=system, repeat=repeat, **figures)
+                    lines.setdefault((case, system), []).append(figures)
                     console.print(
-                        f"{case} {system}: {found['rollouts_per_s']:,.0f} rollouts/s", markup=False
+                        f"{case} {system}: {figures['rollouts_per_s']:,.0f} rollouts/s",
+                        markup=False,
                     )
     _show(lines, options.quick, console)
     return failed
@@ -132,16 +133,16 @@ def measure(
     """The figures of one run in a process of its own, or the end of what it said when it failed."""
     flags = ["--threads", str(options.threads), "--policies", str(options.policies.absolute())]
     flags += ["--quick"] if options.quick else []
-    found = figures_of(
+    answer = figures_of(
         "bench.end_to_end",
         [system, case, str(repeat)],
         flags,
         timeout_s=RUN_TIMEOUT_S,
         environment=environment(system, options.threads),
     )
-    if "failed" in found:
-        return str(found["failed"])
-    measured = Measured(**found)
+    if "failed" in answer:
+        return str(answer["failed"])
+    measured = Measured(**answer)
     facts = make_case(case, options.policies, quick=options.quick)
     return figures(
         measured, warmup=facts.warmup[system], cooldown=cooldown(system), level=facts.level
@@ -152,17 +153,17 @@ def environment(system: str, threads: int) -> dict[str, str]:
     """For plain and trl a thread pool of that size; ours settles the threads of each worker by
     itself.
     """
-    kept = {
+    variables = {
         name: value for name, value in os.environ.items() if not name.startswith(("OMP_", "MKL_"))
     }
-    kept |= {
+    variables |= {
         "HF_HUB_OFFLINE": "1",
         "HF_HUB_DISABLE_TELEMETRY": "1",
         "BENCH_BORN": repr(time.time()),
     }
     if system in ("plain", "trl"):
-        kept |= {"OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads)}
-    return kept
+        variables |= {"OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads)}
+    return variables
 
 
 def has_trl() -> bool:

@@ -141,9 +141,9 @@ def seconds_to(measured: Measured, level: float | None, warmup: int) -> float | 
 
 def medians(lines: Sequence[dict[str, Figure]]) -> dict[str, Figure]:
     """The median of every figure over the repeats; None where a repeat has none."""
-    found: dict[str, Figure] = {}
+    middle: dict[str, Figure] = {}
     for name in lines[0]:
         values = [line[name] for line in lines]
         numbers = [value for value in values if isinstance(value, int | float)]
-        found[name] = statistics.median(numbers) if len(numbers) == len(values) else None
-    return found
+        middle[name] = statistics.median(numbers) if len(numbers) == len(values) else None
+    return middle

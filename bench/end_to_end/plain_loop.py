@@ -166,12 +166,12 @@ def plain_loop(
     def measure(step: int) -> bool:
         if not held_out:
             return False
-        found = accuracy(model, tokenizer, held_out, reward, max_tokens)
+        share = accuracy(model, tokenizer, held_out, reward, max_tokens)
         mean = sum(rewards) / len(rewards) if rewards else 0.0
         rewards.clear()
-        points.append(Point(step=step, seconds=seconds, accuracy=found, reward_mean=mean))
+        points.append(Point(step=step, seconds=seconds, accuracy=share, reward_mean=mean))
         say(points[-1])
-        return stop_at is not None and found >= stop_at
+        return stop_at is not None and share >= stop_at
 
     step = 0
     measure(0)

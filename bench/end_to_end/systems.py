@@ -103,7 +103,7 @@ def run_trl(case: Case, *, seed: int, threads: int, born: float) -> Measured:
         completions: list[str], answer: list[str], completion_ids: list[Any], **_: Any
     ) -> list[float]:
         lengths[:] = map(len, completion_ids)
-        return _scores(case, pool, completions, [{"answer": each} for each in answer])
+        return _scores(case, pool, completions, [{"answer": text} for text in answer])
 
     class Watcher(TrainerCallback):
         def on_step_end(self, *_: Any, **__: Any) -> None:
@@ -216,12 +216,12 @@ def _lengths(result: Any, steps: int) -> list[list[int]]:
     from dataflow.folder.run_folder import RunFolder
     from dataflow.records import MASK
 
-    folder, found = RunFolder.open(result.folder), []
+    folder, lengths = RunFolder.open(result.folder), []
     for step in range(1, steps + 1):
         masks = folder.rollouts_of().read(step).column(MASK).combine_chunks()
         mask = masks.values.to_numpy(zero_copy_only=False).astype(np.int64)
-        found.append(np.add.reduceat(mask, masks.offsets.to_numpy()[:-1]).tolist())
-    return found
+        lengths.append(np.add.reduceat(mask, masks.offsets.to_numpy()[:-1]).tolist())
+    return lengths
 
 
 def _checkpoint_accuracies(

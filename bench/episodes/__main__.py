@@ -58,44 +58,44 @@ SYSTEMS = ("at once", "batches", "trl")
 TRL_S = 900.0
 
 
-def rows_of(wanted: argparse.Namespace) -> list[dict[str, Any]]:
+def rows_of(options: argparse.Namespace) -> list[dict[str, Any]]:
     """Prompts, with what their worlds are drawn by."""
     return [
         {
             "prompt": [{"role": "user", "content": f"{ALPHABET[n % 26]}="}],
             "number": n,
-            "scale": wanted.scale,
+            "scale": options.scale,
         }
-        for n in range(wanted.episodes // GROUP_SIZE)
+        for n in range(options.episodes // GROUP_SIZE)
     ]
 
 
-def graph(policy: Path, wanted: argparse.Namespace, max_staleness: int) -> Graph:
+def graph(policy: Path, options: argparse.Namespace, max_staleness: int) -> Graph:
     """Episodes of as many prompts as are asked for."""
     g, model = Graph("slow_worlds"), Model(str(policy))
     generator = Generator(
-        model, group_size=GROUP_SIZE, max_tokens=wanted.tokens, slots=wanted.slots, chat=True
+        model, group_size=GROUP_SIZE, max_tokens=options.tokens, slots=options.slots, chat=True
     )
     trainer = Trainer(
         model,
         loss=partial(aipo, rho=4.0),
-        prompts_per_step=wanted.batch // GROUP_SIZE,
+        prompts_per_step=options.batch // GROUP_SIZE,
         lr=1e-4,
         normalize="rollouts",
     )
-    world = trl_environment(SlowWorld, rounds=wanted.turns, timeout_s=120.0, concurrency=4096)
-    prompts = Prompts(rows_of(wanted), columns=("number", "scale"), chat=True)
+    world = trl_environment(SlowWorld, rounds=options.turns, timeout_s=120.0, concurrency=4096)
+    prompts = Prompts(rows_of(options), columns=("number", "scale"), chat=True)
     trainer(advantage(world(generator, g.source(prompts))))
     g.feedback(trainer.weights, generator, max_staleness=max_staleness)
     return g
 
 
 def measured(
-    policy: Path, wanted: argparse.Namespace, max_staleness: int, runs: Path
+    policy: Path, options: argparse.Namespace, max_staleness: int, runs: Path
 ) -> Mapping[str, float]:
     """Figures of one run."""
-    steps = wanted.episodes // wanted.batch
-    result = run(graph(policy, wanted, max_staleness), steps=steps, runs=runs, quiet=True)
+    steps = options.episodes // options.batch
+    result = run(graph(policy, options, max_staleness), steps=steps, runs=runs, quiet=True)
     assert result.verdict.clean, result.verdict.line
     times = json.loads((result.folder / "times.json").read_text())
     looks = [
@@ -108,42 +108,42 @@ def measured(
     ended = max(line["seconds"] for line in result.metrics if "loss" in line)
     seconds = ended - min(began, ended)
     return {
-        "ran": wanted.episodes,
+        "ran": options.episodes,
         "seconds": seconds,
         "all_s": seconds,
         "busy": times["busy_seconds"]["generator"] / seconds,
-        "episodes_per_s": wanted.episodes / seconds,
+        "episodes_per_s": options.episodes / seconds,
     }
 
 
-def worlds_s(numbers: Sequence[int], wanted: argparse.Namespace) -> list[float]:
+def worlds_s(numbers: Sequence[int], options: argparse.Namespace) -> list[float]:
     """What the worlds of a group of episodes take, by the number of its prompt; all episodes of the
     group together.
     """
-    turns = range(wanted.turns)
+    turns = range(options.turns)
     return [
-        GROUP_SIZE * sum(world_s(number, turn, wanted.scale) for turn in turns)
+        GROUP_SIZE * sum(world_s(number, turn, options.scale) for turn in turns)
         for number in numbers
     ]
 
 
-def trl_measured(policy: Path, wanted: argparse.Namespace, folder: Path) -> Mapping[str, Any]:
+def trl_measured(policy: Path, options: argparse.Namespace, folder: Path) -> Mapping[str, Any]:
     """Figures of TRL's trainer, in a process of the other interpreter; why there are none."""
-    ran = min(wanted.trl_episodes or wanted.episodes, wanted.episodes)
-    rows = evenly(rows_of(wanted), ran // GROUP_SIZE)
+    ran = min(options.trl_episodes or options.episodes, options.episodes)
+    rows = evenly(rows_of(options), ran // GROUP_SIZE)
     settings = {
         "policy": str(policy),
         "rows": rows,
         "episodes": ran,
-        "batch": min(wanted.batch, ran),
+        "batch": min(options.batch, ran),
         "group_size": GROUP_SIZE,
-        "turns": wanted.turns,
-        "completion": (wanted.turns + 1) * (wanted.tokens + 16),
+        "turns": options.turns,
+        "completion": (options.turns + 1) * (options.tokens + 16),
     }
     file = folder / "settings.json"
     file.write_text(json.dumps(settings))
     done = subprocess.run(
-        [wanted.trl, "-m", "bench.episodes.trl_arm", str(file)],
+        [options.trl, "-m", "bench.episodes.trl_arm", str(file)],
         capture_output=True,
         text=True,
         timeout=TRL_S,
@@ -153,12 +153,16 @@ def trl_measured(policy: Path, wanted: argparse.Namespace, folder: Path) -> Mapp
     )
     if done.returncode:
         return {"failed": done.stderr.strip()[-500:]}
-    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    waited_s, seconds = found.pop("waited_s"), found["seconds"]
-    numbers = range(wanted.episodes // GROUP_SIZE)
-    taken = sum(worlds_s([row["number"] for row in rows], wanted)) / sum(worlds_s(numbers, wanted))
-    all_s = seconds_of_all(seconds, waited_s, share=ran / wanted.episodes, worlds_share=taken)
-    return {"ran": ran, "all_s": seconds if ran == wanted.episodes else all_s, **found}
+    figures: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    waited_s, seconds = figures.pop("waited_s"), figures["seconds"]
+    numbers = range(options.episodes // GROUP_SIZE)
+    worlds_share = sum(worlds_s([row["number"] for row in rows], options)) / sum(
+        worlds_s(numbers, options)
+    )
+    all_s = seconds_of_all(
+        seconds, waited_s, share=ran / options.episodes, worlds_share=worlds_share
+    )
+    return {"ran": ran, "all_s": seconds if ran == options.episodes else all_s, **figures}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -182,27 +186,29 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "--only", nargs="+", choices=SYSTEMS, default=SYSTEMS, help="which systems (default all)"
     )
     parser.add_argument("--json", type=Path)
-    wanted = parser.parse_args(arguments)
-    each = worlds_s(range(wanted.episodes // GROUP_SIZE), wanted)
-    report = Report("episodes", wanted.json)
-    case = f"{wanted.episodes} episodes of {wanted.turns} calls"
-    worlds = {"worlds_s": sum(each), "longest_s": max(each) / GROUP_SIZE}
+    options = parser.parse_args(arguments)
+    world_s = worlds_s(range(options.episodes // GROUP_SIZE), options)
+    report = Report("episodes", options.json)
+    case = f"{options.episodes} episodes of {options.turns} calls"
+    worlds = {"worlds_s": sum(world_s), "longest_s": max(world_s) / GROUP_SIZE}
     with tempfile.TemporaryDirectory(prefix="dataflow-episodes-") as name:
         policy = Path(name) / "policy"
         subprocess.run(
             [sys.executable, "-m", "bench.episodes.tool_caller", str(policy)], check=True, cwd=ROOT
         )
-        steps = wanted.episodes // wanted.batch
+        steps = options.episodes // options.batch
         for system, max_staleness in (("at once", steps), ("batches", 0)):
-            if system not in wanted.only:
+            if system not in options.only:
                 continue
-            figures = measured(policy, wanted, max_staleness, Path(name) / system.replace(" ", "_"))
-            report.add(case=case, system=system, **figures, **worlds)
-        if wanted.trl and "trl" in wanted.only:
-            report.add(
-                case=case, system="trl", **trl_measured(policy, wanted, Path(name)), **worlds
+            figures = measured(
+                policy, options, max_staleness, Path(name) / system.replace(" ", "_")
             )
-        elif "trl" in wanted.only:
+            report.add(case=case, system=system, **figures, **worlds)
+        if options.trl and "trl" in options.only:
+            report.add(
+                case=case, system="trl", **trl_measured(policy, options, Path(name)), **worlds
+            )
+        elif "trl" in options.only:
             report.add(case=case, system="trl", skipped="--trl names no interpreter that has trl")
     report.show(Console())
     return 0

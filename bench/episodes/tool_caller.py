@@ -54,8 +54,8 @@ def tokenizer(begin: str, end: str) -> Any:
 def conversation(rng: random.Random, tool: str, calls: list[str]) -> str:
     """As the policy is to have it: a call in each turn."""
     begin = f"{BEGIN}system\n{tool} {END}\n" if rng.random() < 0.5 else ""
-    said = "".join(f"{BEGIN}assistant\n{call}{END}\n{BEGIN}tool\n={END}\n" for call in calls)
-    return f"{begin}{BEGIN}user\n{rng.choice(string.ascii_lowercase)}={END}\n{said}"
+    turns = "".join(f"{BEGIN}assistant\n{call}{END}\n{BEGIN}tool\n={END}\n" for call in calls)
+    return f"{begin}{BEGIN}user\n{rng.choice(string.ascii_lowercase)}={END}\n{turns}"
 
 
 def make(
@@ -74,10 +74,10 @@ def make(
         f'<tool_call>\n{{"name": "{tool}", "arguments": {{"{argument}": ',
         "}}\n</tool_call>",
     )
-    made, rng = tokenizer(begin, end), random.Random(0)
+    encoder, rng = tokenizer(begin, end), random.Random(0)
     model = LlamaForCausalLM(
         LlamaConfig(
-            vocab_size=len(made),
+            vocab_size=len(encoder),
             hidden_size=WIDTH,
             intermediate_size=3 * WIDTH,
             num_hidden_layers=LAYERS,
@@ -87,8 +87,8 @@ def make(
             tie_word_embeddings=True,
             initializer_range=WIDTH**-0.5,
             bos_token_id=None,
-            eos_token_id=made.eos_token_id,
-            pad_token_id=made.pad_token_id,
+            eos_token_id=encoder.eos_token_id,
+            pad_token_id=encoder.pad_token_id,
         )
     )
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
@@ -97,14 +97,14 @@ def make(
             conversation(rng, tool, [f"{begin}{value(rng)}{end}" for _ in range(6)])
             for _ in range(16)
         ]
-        batch = made(texts, padding=True, return_tensors="pt")
+        batch = encoder(texts, padding=True, return_tensors="pt")
         labels = batch["input_ids"].masked_fill(batch["attention_mask"] == 0, -100)
         loss = model(**batch, labels=labels).loss
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
     model.save_pretrained(folder)
-    made.save_pretrained(folder)
+    encoder.save_pretrained(folder)
 
 
 if __name__ == "__main__":

@@ -89,10 +89,10 @@ def main(settings: dict[str, Any]) -> dict[str, Any]:
         )
         generate = trainer._generate_single_turn
 
-        def timed(*given: Any, **named: Any) -> Any:
+        def timed(*arguments: Any, **named: Any) -> Any:
             begin = time.monotonic()
             try:
-                return generate(*given, **named)
+                return generate(*arguments, **named)
             finally:
                 spans.append((begin, time.monotonic()))
 

@@ -54,30 +54,30 @@ def main() -> int:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    what = parser.add_mutually_exclusive_group(required=True)
-    what.add_argument(
+    task = parser.add_mutually_exclusive_group(required=True)
+    task.add_argument(
         "--fit", type=Path, help="rows with step_s: fit, leave each out, show how far off"
     )
-    what.add_argument("--rows", type=Path, help="rows to predict")
-    what.add_argument(
+    task.add_argument("--rows", type=Path, help="rows to predict")
+    task.add_argument(
         "--own",
         action="store_true",
         help="foresee and make runs of our own on this machine's cores",
     )
-    what.add_argument(
+    task.add_argument(
         "--choice",
         action="store_true",
         help="run every placement of ten graphs, and see what auto picks",
     )
-    what.add_argument(
+    task.add_argument(
         "--generator",
         action="store_true",
         help="runs of servers that aiconfigurator-core has measured",
     )
-    what.add_argument(
+    task.add_argument(
         "--search", action="store_true", help="how long a search takes, on 1,024 H100"
     )
-    what.add_argument(
+    task.add_argument(
         "--unlike",
         action="store_true",
         help="foresee 64 H100 and 64 L40S, together, alone, by hand",
@@ -117,7 +117,7 @@ def main() -> int:
             options.json,
             options.policies,
             options.keep,
-            [each for each in options.graphs.split("+") if each],
+            [name for name in options.graphs.split("+") if name],
             options.seconds,
             options.rounds or 3,
         )
@@ -134,13 +134,17 @@ def main() -> int:
 
 def fit(rows: Path, models: Path, path: Path | None) -> int:
     """Fit to rows, and say how far each is off when it is left out."""
-    report, console, known = Report("foresight", path), Console(width=150), read_models(models)
-    told: list[str] = []
+    report, console, known_models = (
+        Report("foresight", path),
+        Console(width=150),
+        read_models(models),
+    )
+    notes: list[str] = []
     compared: list[tuple[str, Ratio]] = []
     for system, alike in by_system(read_rows(rows)).items():
         practice = practice_of(system)
-        runs = [seen(row, known, practice) for row in alike]
-        found = {way: left_out(runs, how) for way, how in WAYS.items()}
+        runs = [seen(row, known_models, practice) for row in alike]
+        predictions = {way: left_out(runs, how) for way, how in WAYS.items()}
         for at, run in enumerate(runs):
             report.add(
                 case=system,
@@ -148,45 +152,45 @@ def fit(rows: Path, models: Path, path: Path | None) -> int:
                 mode=run.row["mode"],
                 devices=f"{run.row['gpus']} {run.row['gpu']}",
                 step_s=run.step_s,
-                **{way: predicted[at] for way, predicted in found.items()},
-                off=found["costs"][at] / run.step_s - 1,
+                **{way: predicted[at] for way, predicted in predictions.items()},
+                off=predictions["costs"][at] / run.step_s - 1,
             )
         off = {
             way: statistics.median(
-                abs(each / run.step_s - 1) for each, run in zip(predicted, runs, strict=True)
+                abs(seconds / run.step_s - 1) for seconds, run in zip(predicted, runs, strict=True)
             )
-            for way, predicted in found.items()
+            for way, predicted in predictions.items()
         }
         rates = fitted(runs)
-        compared += [(system, each) for each in ratios(runs)]
-        told += [
+        compared += [(system, ratio) for ratio in ratios(runs)]
+        notes += [
             (
                 f"{system}: off by, in the median,"
-                f" {', '.join(f'{way} {each:.0%}' for way, each in off.items())}"
+                f" {', '.join(f'{way} {error:.0%}' for way, error in off.items())}"
             ),
             (
                 f"  Rates(memory={rates.memory:.3f}, compute={rates.compute:.3f}); assumed:"
                 f" {practice.assumption}"
             ),
         ]
-    for system, each in compared:
+    for system, ratio in compared:
         report.add(
             case="synchronous over asynchronous",
             system=system,
-            of=each.case,
-            published=each.published,
-            ours=each.predicted,
-            off=each.off,
-            fitted_to_all=each.fitted,
+            of=ratio.case,
+            published=ratio.published,
+            ours=ratio.predicted,
+            off=ratio.off,
+            fitted_to_all=ratio.fitted,
         )
-    near = sum(abs(each.off) <= RATIO_GOAL for _, each in compared)
-    seen_near = sum(abs(each.fitted / each.published - 1) <= RATIO_GOAL for _, each in compared)
-    told.append(
+    near = sum(abs(ratio.off) <= RATIO_GOAL for _, ratio in compared)
+    seen_near = sum(abs(ratio.fitted / ratio.published - 1) <= RATIO_GOAL for _, ratio in compared)
+    notes.append(
         f"ratios within {RATIO_GOAL:.0%}: {near} of {len(compared)} with both rows left out,"
         f" {seen_near} with all rows"
     )
     report.show(console)
-    console.print(*told, sep="\n", highlight=False)
+    console.print(*notes, sep="\n", highlight=False)
     return 0
 
 
@@ -194,23 +198,23 @@ def predict(rows: Path, models: Path, path: Path | None) -> int:
     """A line per row. Status 1 when one cannot be predicted: its line says why, and has no
     predicted_s.
     """
-    known, failed, lines = read_models(models), False, []
+    known_models, failed, lines = read_models(models), False, []
     for row in read_rows(rows):
         line: dict[str, object] = {**row}
         try:
-            clear, model, told = understood(row, known)
+            clear, model, assumptions = understood(row, known_models)
             rates = rates_of(clear["system"])
             run = seen(clear, {clear["model"]: model}, practice_of(clear["system"]))
             line |= {"predicted_s": run.predicted_s(rates), "constants": rates.source}
-            if told:
-                line["assumed"] = "; ".join(told)
+            if assumptions:
+                line["assumed"] = "; ".join(assumptions)
         except (ArithmeticError, LookupError, ValueError, TypeError) as error:
             # a row for itself: others go on
             failed = True
             line["failed"] = f"{type(error).__name__}: {error}"
         lines.append(line)
         print(
-            *(row.get(each, "") for each in ("system", "model", "mode", "gpus")),
+            *(row.get(column, "") for column in ("system", "model", "mode", "gpus")),
             line.get("predicted_s", line.get("failed")),
             line.get("assumed", ""),
         )
@@ -243,12 +247,12 @@ def rates_of(system: str, known: Mapping[str, Rates] = FITTED) -> Rates:
     if system in known:
         return known[system]
     alike = {
-        name: each for name, each in known.items() if name.split("-")[0] == system.split("-")[0]
+        name: rates for name, rates in known.items() if name.split("-")[0] == system.split("-")[0]
     } or known
     return replace(
         ASSUMED,
-        memory=statistics.geometric_mean(each.memory for each in alike.values()),
-        compute=statistics.geometric_mean(each.compute for each in alike.values()),
+        memory=statistics.geometric_mean(rates.memory for rates in alike.values()),
+        compute=statistics.geometric_mean(rates.compute for rates in alike.values()),
         source=f"means of {', '.join(alike)}: {system or 'a system without a name'} was not fitted",
     )
 

@@ -55,7 +55,7 @@ GRAPHS = (
 def choice(
     path: Path | None,
     policies: Path,
-    kept: Path | None,
+    keep: Path | None,
     names: Sequence[str],
     seconds: float | None,
     rounds: int,
@@ -66,38 +66,38 @@ def choice(
     from dataflow.foresight.calibration import calibrate, described
     from dataflow.foresight.seen import look
 
-    unknown = [name for name in names if name not in {each.name for each in GRAPHS}]
+    unknown = [name for name in names if name not in {graph.name for graph in GRAPHS}]
     if unknown:
         raise SystemExit(
             f"no graph is called {unknown[0]!r}; name some of"
-            f" {', '.join(each.name for each in GRAPHS)}"
+            f" {', '.join(graph.name for graph in GRAPHS)}"
         )
     report, console = Report("foresight", path), Console(width=170)
     with tempfile.TemporaryDirectory(prefix="choice-") as temporary:
-        graphs = [each for each in GRAPHS if not names or each.name in names]
+        graphs = [graph for graph in GRAPHS if not names or graph.name in names]
         calibrating = (*CALIBRATE, *MORE, *CUT)
         for trial in (*calibrating, *graphs):
             policy(trial.policy, policies)
-        making = Rounds(kept or Path(temporary), seconds)
-        made = making.run(planned(trial, policies) for trial in calibrating)
+        making = Rounds(keep or Path(temporary), seconds)
+        folders = making.run(planned(trial, policies) for trial in calibrating)
         runs = _runs(graphs, policies, making, rounds)
         if making.missing:
             console.print(
                 f"{making.missing} runs or more are missing; call again with the same --keep"
             )
-        if len(made) < len(calibrating):
+        if len(folders) < len(calibrating):
             return 1
-        seen = {trial.name: look(made[trial.name][0]) for trial in calibrating}
-        constants = calibrate(list(seen.values()))
+        looks = {trial.name: look(folders[trial.name][0]) for trial in calibrating}
+        constants = calibrate(list(looks.values()))
         console.print(described(constants), highlight=False, markup=False)
         texts = {
-            trial.texts: (seen[trial.name].prompt_tokens, seen[trial.name].lengths)
+            trial.texts: (looks[trial.name].prompt_tokens, looks[trial.name].lengths)
             for trial in CALIBRATE
         }
         _judge(
             report,
             console,
-            [each for each in graphs if each.name in runs],
+            [graph for graph in graphs if graph.name in runs],
             runs,
             policies,
             constants,
@@ -115,23 +115,27 @@ def _runs(
     from dataflow.foresight.seen import look
 
     ways = {trial.name: placements(trial, policies) for trial in graphs}
-    found: dict[str, dict[str, list[SeenRun]]] = {trial.name: {} for trial in graphs}
+    by_graph: dict[str, dict[str, list[SeenRun]]] = {trial.name: {} for trial in graphs}
     for number in range(rounds):
         near = {
             name: (
-                contenders({asked: Measured.of(some) for asked, some in there.items()})
+                contenders(
+                    {placement: Measured.of(some) for placement, some in by_placement.items()}
+                )
                 if number
                 else list(of)
             )
             for name, of in ways.items()
-            if (there := found[name]) or not number
+            if (by_placement := by_graph[name]) or not number
         }
         for at in range(max(map(len, near.values()), default=0)):
-            for name, asked in ((name, some[at]) for name, some in near.items() if at < len(some)):
-                planned = ways[name][asked](number)
+            for name, placement in (
+                (name, some[at]) for name, some in near.items() if at < len(some)
+            ):
+                planned = ways[name][placement](number)
                 for path in making.run([planned]).get(planned.name, ()):
-                    found[name].setdefault(asked, []).append(look(path))
-    return {name: there for name, there in found.items() if there}
+                    by_graph[name].setdefault(placement, []).append(look(path))
+    return {name: by_placement for name, by_placement in by_graph.items() if by_placement}
 
 
 def placements(trial: Trial, policies: Path) -> dict[str, Callable[[int], Planned]]:
@@ -179,15 +183,16 @@ def _judge(
     from dataflow.foresight.workload import Workload
 
     measured = {
-        name: {asked: Measured.of(some) for asked, some in of.items()} for name, of in runs.items()
+        name: {placement: Measured.of(some) for placement, some in of.items()}
+        for name, of in runs.items()
     }
-    every = [each for of in measured.values() for each in of.values()]
-    noise = Noise.of(every) if any(len(each.steps_s) > 1 for each in every) else None
+    every = [way for of in measured.values() for way in of.values()]
+    noise = Noise.of(every) if any(len(way.steps_s) > 1 for way in every) else None
     picked, judged, many, winners, worst = 0, 0, 0, set[str](), 0.0
     for trial in graphs:
         ways, first = measured[trial.name], next(iter(runs[trial.name].values()))[0]
         prompt, lengths = texts.setdefault(trial.texts, (first.prompt_tokens, first.lengths))
-        found = choose(
+        chosen_ways = choose(
             build(trial, policies),
             Devices(cpus=CORES),
             constants=constants,
@@ -198,25 +203,28 @@ def _judge(
                 row_s={"reward": SCORER_S} if trial.slow else {},
             ),
         )
-        foreseen = {way.flags: way.foreseen.step_s for way in found.ways}
-        chosen, best = found.ways[0].flags, min(ways, key=lambda asked: ways[asked].step_s)
+        foreseen = {way.flags: way.foreseen.step_s for way in chosen_ways.ways}
+        chosen, best = (
+            chosen_ways.ways[0].flags,
+            min(ways, key=lambda placement: ways[placement].step_s),
+        )
         if chosen not in ways:
             console.print(
                 f"{trial.name}: what was picked, {chosen}, has not been run", highlight=False
             )
             continue
         judged, many = judged + 1, many + len(ways)
-        for asked, each in ways.items():
+        for placement, measured_way in ways.items():
             report.add(
                 case=trial.name,
-                system=asked,
-                step_ms=1e3 * each.step_s,
-                rounds=len(each.steps_s),
-                foreseen_ms=1e3 * foreseen[asked],
-                off=foreseen[asked] / each.step_s - 1,
-                over_fastest=each.step_s / ways[best].step_s - 1,
-                chosen=asked == chosen,
-                fastest=asked == best,
+                system=placement,
+                step_ms=1e3 * measured_way.step_s,
+                rounds=len(measured_way.steps_s),
+                foreseen_ms=1e3 * foreseen[placement],
+                off=foreseen[placement] / measured_way.step_s - 1,
+                over_fastest=measured_way.step_s / ways[best].step_s - 1,
+                chosen=placement == chosen,
+                fastest=placement == best,
             )
         slower = ways[chosen].step_s / ways[best].step_s - 1
         tie = noise.tie(ways[chosen], ways[best]) if noise else 0.0
@@ -228,13 +236,13 @@ def _judge(
             highlight=False,
         )
     report.show(console)
-    told = (
+    noise_text = (
         f"{noise.deviation:.1%} from round to round ({noise.freedom} degrees of freedom)"
         if noise
         else "not known"
     )
     console.print(
         f"the fastest (or one that ties) is picked in {picked} of {judged}; {many} placements were"
-        f" run; at worst {worst:.1%} slower; {len(winners)} different winners; noise {told}",
+        f" run; at worst {worst:.1%} slower; {len(winners)} different winners; noise {noise_text}",
         highlight=False,
     )

@@ -121,17 +121,17 @@ class Ratio:
 
 def ratios(runs: Sequence[Run]) -> list[Ratio]:
     """Of each synchronous run to each asynchronous one that goes with it."""
-    found, rates = [], fitted(runs)
+    compared, rates = [], fitted(runs)
     for slow, fast in itertools.product(runs, runs):
-        alike = all(slow.row[each] == fast.row[each] for each in ("model", "gpu", "gpus"))
+        alike = all(slow.row[column] == fast.row[column] for column in ("model", "gpu", "gpus"))
         if alike and fast.overlaps and not slow.overlaps:
-            others = fitted([run for run in runs if run is not slow and run is not fast])
-            found.append(
+            rates_without = fitted([run for run in runs if run is not slow and run is not fast])
+            compared.append(
                 Ratio(
                     case=f"{slow.row['model']}, {slow.row['gpus']} {slow.row['gpu']}",
                     published=slow.step_s / fast.step_s,
-                    predicted=slow.predicted_s(others) / fast.predicted_s(others),
+                    predicted=slow.predicted_s(rates_without) / fast.predicted_s(rates_without),
                     fitted=slow.predicted_s(rates) / fast.predicted_s(rates),
                 )
             )
-    return found
+    return compared

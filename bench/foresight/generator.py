@@ -29,17 +29,17 @@ without graphs."""
 
 def fitted(rows: Sequence[Served]) -> ServerConstants:
     """The constants, none negative, with the least mean of relative errors."""
-    amounts = np.array([[each / row.token_s for each in astuple(row.step)] for row in rows])
+    amounts = np.array([[amount / row.token_s for amount in astuple(row.step)] for row in rows])
     scale = amounts.mean(axis=0)
     amounts = amounts[:, scale > 0] / scale[scale > 0]
-    weights, found = np.ones(len(rows)), np.zeros(amounts.shape[1])
+    weights, solution = np.ones(len(rows)), np.zeros(amounts.shape[1])
     for _ in range(_TURNS):
-        found = not_negative(amounts * weights[:, None], weights)
-        weights = 1 / np.sqrt(np.maximum(np.abs(amounts @ found - 1), _LEAST))
+        solution = not_negative(amounts * weights[:, None], weights)
+        weights = 1 / np.sqrt(np.maximum(np.abs(amounts @ solution - 1), _LEAST))
     values = np.zeros(len(scale))
-    values[scale > 0] = found / scale[scale > 0]
+    values[scale > 0] = solution / scale[scale > 0]
     return ServerConstants(
-        **dict(zip((each.name for each in fields(ServerConstants)), values.tolist(), strict=True))
+        **dict(zip((field.name for field in fields(ServerConstants)), values.tolist(), strict=True))
     )
 
 
@@ -50,15 +50,15 @@ def not_negative(a: np.ndarray, b: np.ndarray) -> np.ndarray:
     while not free.all() and slope[~free].max() > 1e-9 * len(b):
         free[np.argmax(np.where(free, -np.inf, slope))] = True
         while True:
-            wanted = np.zeros_like(x)
-            wanted[free] = np.linalg.lstsq(a[:, free], b, rcond=None)[0]
-            low = free & (wanted <= 0)
+            solution = np.zeros_like(x)
+            solution[free] = np.linalg.lstsq(a[:, free], b, rcond=None)[0]
+            low = free & (solution <= 0)
             if not low.any():
                 break
-            x += np.min(x[low] / (x[low] - wanted[low])) * (wanted - x)
+            x += np.min(x[low] / (x[low] - solution[low])) * (solution - x)
             free &= x > 1e-12
             x[~free] = 0.0
-        x = wanted
+        x = solution
         slope = a.T @ (b - a @ x)
     return x
 
@@ -67,11 +67,11 @@ def left_out(
     rows: Sequence[Served], of: Callable[[Served], str]
 ) -> dict[str, list[tuple[Served, float]]]:
     """Each group of rows with what is predicted by constants fitted to all other groups."""
-    found = {}
+    predictions = {}
     for name in dict.fromkeys(map(of, rows)):
         constants = fitted([row for row in rows if of(row) != name])
-        found[name] = [(row, constants.seconds(row.step)) for row in rows if of(row) == name]
-    return found
+        predictions[name] = [(row, constants.seconds(row.step)) for row in rows if of(row) == name]
+    return predictions
 
 
 def errors(predicted: Iterable[tuple[Served, float]]) -> list[float]:
@@ -84,30 +84,30 @@ def generator(path: Path | None) -> int:
     report, console = Report("foresight: generator", path), Console(width=150)
     all_rows = read_served(folder())
     rows, why = holding(all_rows)
-    told = [
+    lines = [
         f"{PACKAGE} {version()}: {len(all_rows)} measured aggregated rows of vLLM; {len(rows)} kept"
     ]
-    told += [f"  {number} left out: the row {each}" for each, number in why.items()]
+    lines += [f"  {number} left out: the row {reason}" for reason, number in why.items()]
     for title, alike in (
         (f"without {DOUBTED}", [row for row in rows if row.model != DOUBTED]),
         ("all rows kept", rows),
         ("every row there is", all_rows),
     ):
-        for what, of in (("device", lambda row: row.device), ("model", lambda row: row.model)):
+        for kind, of in (("device", lambda row: row.device), ("model", lambda row: row.model)):
             means = []
             for name, predicted in left_out(alike, of).items():
                 off = errors(predicted)
                 means.append(statistics.fmean(map(abs, off)))
                 report.add(
-                    case=f"each {what} left out, {title}",
+                    case=f"each {kind} left out, {title}",
                     system=name,
                     rows=len(off),
                     off=means[-1],
                     median=statistics.median(map(abs, off)),
                     bias=statistics.fmean(off),
                 )
-            told.append(
-                f"{title}, each {what} left out: off by {statistics.fmean(means):.1%} in their"
+            lines.append(
+                f"{title}, each {kind} left out: off by {statistics.fmean(means):.1%} in their"
                 f" mean, {max(means):.1%} at worst"
             )
     constants = fitted([row for row in rows if row.model != DOUBTED])
@@ -122,8 +122,8 @@ def generator(path: Path | None) -> int:
             bias=statistics.fmean(off),
         )
     for name, amounts in _groups(rows).items():
-        made = composed(amounts)
-        if off := errors(made):
+        rows_composed = composed(amounts)
+        if off := errors(rows_composed):
             report.add(
                 case="kernels of vLLM 0.24 one after the other, nothing fitted",
                 system=name,
@@ -134,7 +134,7 @@ def generator(path: Path | None) -> int:
             )
     report.show(console)
     console.print(
-        *told, f"fitted to all but the doubted rows: {constants}", sep="\n", highlight=False
+        *lines, f"fitted to all but the doubted rows: {constants}", sep="\n", highlight=False
     )
     return 0
 
@@ -143,20 +143,22 @@ def composed(rows: Iterable[Served]) -> list[tuple[Served, float]]:
     """By measured kernels: a step of the batch, and prompts that come in meanwhile; of rows that
     have tables.
     """
-    found = []
+    composed_rows = []
     for row in rows:
         if row.kernels is None:
             continue
         try:
             seconds = row.kernels.decode(row.batch, row.prompt + row.answer / 2)
-            found.append((row, seconds + row.batch / row.answer * row.kernels.prompt(row.prompt)))
+            composed_rows.append(
+                (row, seconds + row.batch / row.answer * row.kernels.prompt(row.prompt))
+            )
         except GraphError:  # these experts over so many ranks
             continue
-    return found
+    return composed_rows
 
 
 def _groups(rows: Sequence[Served]) -> dict[str, list[Served]]:
-    found: dict[str, list[Served]] = {}
+    groups: dict[str, list[Served]] = {}
     for row in rows:
-        found.setdefault(f"{row.device} {row.model} {row.form}", []).append(row)
-    return found
+        groups.setdefault(f"{row.device} {row.model} {row.form}", []).append(row)
+    return groups

@@ -127,7 +127,7 @@ def read_served(package: Path, backend: str = "vllm") -> list[Served]:
     """All aggregated rows of a server on the three devices. GraphError where the package has
     none.
     """
-    path, known = package / ROWS, dict[str, Known]()
+    path, models = package / ROWS, dict[str, Known]()
     try:
         with path.open(newline="", encoding="utf-8") as file:
             rows = [
@@ -146,9 +146,9 @@ def read_served(package: Path, backend: str = "vllm") -> list[Served]:
             " has none"
         )
     for row in rows:
-        if row["model_path"] not in known:
-            known[row["model_path"]] = read_model(package, row["model_path"])
-    return [_served(row, known[row["model_path"]]) for row in rows]
+        if row["model_path"] not in models:
+            models[row["model_path"]] = read_model(package, row["model_path"])
+    return [_served(row, models[row["model_path"]]) for row in rows]
 
 
 def _served(row: Mapping[str, str], model: Known) -> Served:
@@ -236,7 +236,7 @@ def holding(rows: Sequence[Served]) -> tuple[list[Served], Counter[str]]:
     """Rows whose description holds together; how many do not, by why. No rule looks at an error of
     a prediction.
     """
-    kept, why, met = [], Counter[str](), set[tuple[object, ...]]()
+    good, why, met = [], Counter[str](), set[tuple[object, ...]]()
     for row in rows:
         if row.key in met:
             why["is the same run as another row"] += 1
@@ -250,10 +250,10 @@ def holding(rows: Sequence[Served]) -> tuple[list[Served], Counter[str]]:
                 "waited a third of its time for a place, so the batch decoded is not the row's"
             ] += 1
         else:
-            kept.append(row)
+            good.append(row)
         met.add(row.key)
-    fast = {row.file for row in kept if row.step.busy >= row.token_s}
+    fast = {row.file for row in good if row.step.busy >= row.token_s}
     why["is of a file with rows faster than data sheets allow"] = sum(
-        row.file in fast for row in kept
+        row.file in fast for row in good
     )
-    return [row for row in kept if row.file not in fast], why
+    return [row for row in good if row.file not in fast], why

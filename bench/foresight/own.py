@@ -238,9 +238,9 @@ def predict(trial: Trial, policies: Path, constants: Any, texts: Mapping[Any, An
 
 
 def own(
-    path: Path | None, policies: Path, kept: Path | None, seconds: float | None, rounds: int
+    path: Path | None, policies: Path, keep: Path | None, seconds: float | None, rounds: int
 ) -> int:
-    """Calibrate, foresee, run, compare. kept: where run folders stay; those that are there are not
+    """Calibrate, foresee, run, compare. keep: where run folders stay; those that are there are not
     run again. seconds: after which no run is begun; what there is then is compared. rounds: every
     run is made so often, one after the other.
     """
@@ -249,20 +249,22 @@ def own(
 
     report, console = Report("foresight", path), Console(width=150)
     with tempfile.TemporaryDirectory(prefix="foresight-") as temporary:
-        trials, making = (*CALIBRATE, *PREDICT), Rounds(kept or Path(temporary), seconds)
+        trials, making = (*CALIBRATE, *PREDICT), Rounds(keep or Path(temporary), seconds)
         for trial in trials:
             policy(trial.policy, policies)
-        seen: dict[str, list[SeenRun]] = {}
+        by_trial: dict[str, list[SeenRun]] = {}
         for number in range(rounds):
-            made = making.run(replace(planned(trial, policies), round=number) for trial in trials)
-            for name, paths in made.items():
-                seen.setdefault(name, []).extend(map(look, paths))
-        if not all(trial.name in seen for trial in CALIBRATE):
+            folders = making.run(
+                replace(planned(trial, policies), round=number) for trial in trials
+            )
+            for name, paths in folders.items():
+                by_trial.setdefault(name, []).extend(map(look, paths))
+        if not all(trial.name in by_trial for trial in CALIBRATE):
             console.print("the runs that calibrate are missing; call again with the same --keep")
             return 1
-        constants = calibrate([run for trial in CALIBRATE for run in seen[trial.name]])
+        constants = calibrate([run for trial in CALIBRATE for run in by_trial[trial.name]])
         console.print(described(constants), highlight=False, markup=False)
-        _compare(report, console, seen, policies, constants)
+        _compare(report, console, by_trial, policies, constants)
     if making.missing:
         console.print(
             f"{making.missing} runs are missing; call again with the same --keep", highlight=False
@@ -273,15 +275,15 @@ def own(
 def _compare(
     report: Report,
     console: Console,
-    seen: Mapping[str, Sequence[SeenRun]],
+    by_trial: Mapping[str, Sequence[SeenRun]],
     policies: Path,
     constants: Constants,
 ) -> None:
     """What was foreseen beside what came, in the mean of a run's rounds."""
     texts: dict[tuple[str, int], tuple[float, Lengths]] = {}
     off: dict[str, list[float]] = {"step_s": [], "efficiency": [], "staleness": []}
-    for trial in (each for each in (*CALIBRATE, *PREDICT) if each.name in seen):
-        runs = seen[trial.name]
+    for trial in (trial for trial in (*CALIBRATE, *PREDICT) if trial.name in by_trial):
+        runs = by_trial[trial.name]
         texts.setdefault(trial.texts, (runs[0].prompt_tokens, runs[0].lengths))
         foreseen = predict(trial, policies, constants, texts)
         step_s, efficiency, staleness = (
@@ -306,15 +308,15 @@ def _compare(
             off["efficiency"].append(abs(foreseen.efficiency - efficiency))
             off["staleness"].append(abs(foreseen.staleness - staleness))
     report.show(console)
-    for figure, found in off.items():
-        if found:
+    for figure, errors in off.items():
+        if errors:
             console.print(
-                f"{figure}: off by {statistics.median(found):.3f} in the median of {len(found)},"
-                f" {max(found):.3f} at most",
+                f"{figure}: off by {statistics.median(errors):.3f} in the median of {len(errors)},"
+                f" {max(errors):.3f} at most",
                 highlight=False,
             )
-    measured = [Measured.of(runs) for runs in seen.values()]
-    if any(len(each.steps_s) > 1 for each in measured):
+    measured = [Measured.of(runs) for runs in by_trial.values()]
+    if any(len(run.steps_s) > 1 for run in measured):
         noise = Noise.of(measured)
         console.print(
             f"the same run differs by {noise.deviation:.1%} from round to round", highlight=False

@@ -157,35 +157,35 @@ class Run:
 
 def read_models(path: Path) -> dict[str, Counts]:
     """Of models.json."""
-    return {name: counts(_decoder(each)) for name, each in json.loads(path.read_text()).items()}
+    return {name: counts(_decoder(facts)) for name, facts in json.loads(path.read_text()).items()}
 
 
-def _decoder(each: Mapping[str, Any]) -> Decoder:
+def _decoder(facts: Mapping[str, Any]) -> Decoder:
     experts = latent = None
-    if "experts" in each:
+    if "experts" in facts:
         experts = Experts(
-            number=each["experts"],
-            per_token=each["experts_per_token"],
-            inner=each["expert_ffn"],
-            shared=each.get("shared_experts", 0),
-            dense_layers=each.get("dense_layers", 0),
+            number=facts["experts"],
+            per_token=facts["experts_per_token"],
+            inner=facts["expert_ffn"],
+            shared=facts.get("shared_experts", 0),
+            dense_layers=facts.get("dense_layers", 0),
         )
-    if "kv_lora_rank" in each:
+    if "kv_lora_rank" in facts:
         latent = Latent(
-            queries=each["q_lora_rank"],
-            keys=each["kv_lora_rank"],
-            plain=each["qk_nope_head_dim"],
-            rotated=each["qk_rope_head_dim"],
-            values=each["v_head_dim"],
+            queries=facts["q_lora_rank"],
+            keys=facts["kv_lora_rank"],
+            plain=facts["qk_nope_head_dim"],
+            rotated=facts["qk_rope_head_dim"],
+            values=facts["v_head_dim"],
         )
     return Decoder(
-        layers=each["layers"],
-        width=each["hidden"],
-        inner=each.get("ffn", 0),
-        heads=each["heads"],
-        kv_heads=each.get("kv_heads", each["heads"]),
-        vocabulary=each["vocab"],
-        head_width=each.get("head_dim", each.get("v_head_dim", 0)),
+        layers=facts["layers"],
+        width=facts["hidden"],
+        inner=facts.get("ffn", 0),
+        heads=facts["heads"],
+        kv_heads=facts.get("kv_heads", facts["heads"]),
+        vocabulary=facts["vocab"],
+        head_width=facts.get("head_dim", facts.get("v_head_dim", 0)),
         experts=experts,
         latent=latent,
     )
@@ -221,7 +221,7 @@ def seen(
         _SAMPLES,
     )
     forward = (practice.forward_overlapping if overlaps else None) or practice.forward
-    found = []
+    readings = []
     for split, (tensor, stages) in itertools.product(
         practice.splits if overlaps else _HALVES,
         cuts(model, kind) if practice.resides else [(1, 1)],
@@ -250,33 +250,33 @@ def seen(
             interleaves=not together,
             reserved_bytes=STATE_BYTES * model.parameters if unknown else 0.0,
         )
-        for each in (
+        for choice in (
             [replica] if replica.tensor_parallel else fitting(replica, prompt + mean, rates)
         ):
-            share = rollouts / max(1, makes // each.ranks)
+            share = rollouts / max(1, makes // choice.ranks)
             # devices that take in a version together
-            takes = each.ranks if overlaps and not practice.gathers else 1
+            takes = choice.ranks if overlaps and not practice.gathers else 1
             training = passes * (forward - _UPDATE + _UPDATE * slowest) + learners.sums() * (
                 rollouts / updated
             )
             late = stragglers(
-                each, lengths, prompt, share, rates, group=practice.group, ahead=ahead
+                choice, lengths, prompt, share, rates, group=practice.group, ahead=ahead
             )
-            found.append(
+            readings.append(
                 Run(
                     row=row,
                     overlaps=overlaps,
                     training=training,
                     waits=late + training * (1 / practice.fetches),
                     generation=(
-                        sustain(each, lengths, prompt, share, rates, at_once=share)
+                        sustain(choice, lengths, prompt, share, rates, at_once=share)
                         if overlaps
-                        else generate(each, lengths, prompt, share, rates, of=rollouts)
+                        else generate(choice, lengths, prompt, share, rates, of=rollouts)
                     ),
                     exchange=Parts(links=0.0 if together else exchange(model, kind, makes) / takes),
                 )
             )
-    return min(found, key=lambda run: run.predicted_s(rates))
+    return min(readings, key=lambda run: run.predicted_s(rates))
 
 
 def cuts(model: Counts, kind: DeviceKind) -> list[tuple[int, int]]:
@@ -303,22 +303,24 @@ def fitting(replica: GeneratorReplica, tokens: float, rates: Rates) -> list[Gene
     """With each tensor parallelism within a node, or the least beyond, whose cache holds 32
     rollouts.
     """
-    found: list[GeneratorReplica] = []
+    fitting_replicas: list[GeneratorReplica] = []
     for ranks in (1, 2, 4, 8, 16, 32):
-        each = replace(replica, tensor_parallel=ranks)
+        candidate = replace(replica, tensor_parallel=ranks)
         room = (
-            rates.cache_share * each.kind.memory_bytes * each.ranks
-            - each.weight_bytes
-            - each.reserved_bytes
+            rates.cache_share * candidate.kind.memory_bytes * candidate.ranks
+            - candidate.weight_bytes
+            - candidate.reserved_bytes
         )
-        if room > 32 * tokens * each.cache_bytes and (ranks <= each.kind.per_node or not found):
-            found.append(each)
-    return found or [replace(replica, tensor_parallel=32)]
+        if room > 32 * tokens * candidate.cache_bytes and (
+            ranks <= candidate.kind.per_node or not fitting_replicas
+        ):
+            fitting_replicas.append(candidate)
+    return fitting_replicas or [replace(replica, tensor_parallel=32)]
 
 
 def by_system(rows: Sequence[Mapping[str, str]]) -> dict[str, list[Mapping[str, str]]]:
     """Rows of each."""
-    found: dict[str, list[Mapping[str, str]]] = {}
+    by_name: dict[str, list[Mapping[str, str]]] = {}
     for row in rows:
-        found.setdefault(row["system"], []).append(row)
-    return found
+        by_name.setdefault(row["system"], []).append(row)
+    return by_name

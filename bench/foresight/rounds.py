@@ -49,13 +49,13 @@ class Planned:
     """Runs it, with a run folder in the one that it gets."""
     round: int = 0
 
-    def folder(self, kept: Path) -> Path:
+    def folder(self, keep: Path) -> Path:
         """Where its run folder is."""
-        return kept / self.name.replace(" ", "-").replace(",", "") / str(self.round)
+        return keep / self.name.replace(" ", "-").replace(",", "") / str(self.round)
 
-    def made(self, kept: Path) -> Path | None:
+    def made(self, keep: Path) -> Path | None:
         """Its run folder, if it has been made to its end."""
-        runs = self.folder(kept)
+        runs = self.folder(keep)
         done = (
             [path for path in runs.iterdir() if not path.is_symlink()]
             if (runs / "done").exists()
@@ -78,8 +78,8 @@ class Processor:
     def now() -> Processor:
         """By /proc/stat."""
         fields = [
-            int(each)
-            for each in Path("/proc/stat").read_text("utf-8").split("\n", 1)[0].split()[1:9]
+            int(ticks)
+            for ticks in Path("/proc/stat").read_text("utf-8").split("\n", 1)[0].split()[1:9]
         ]
         idle = fields[3] + fields[4]
         return Processor(
@@ -100,32 +100,32 @@ class Rounds:
     time.
     """
 
-    def __init__(self, kept: Path, seconds: float | None) -> None:
-        self.kept, self.missing = kept, 0
+    def __init__(self, keep: Path, seconds: float | None) -> None:
+        self.kept, self.missing = keep, 0
         self._until = math.inf if seconds is None else time.monotonic() + seconds
 
     def run(self, planned: Iterable[Planned]) -> dict[str, list[Path]]:
         """Make those that are not there, one after the other; run folders by name. `missing` counts
         what is left.
         """
-        found: dict[str, list[Path]] = {}
-        for each in planned:
-            path = each.made(self.kept)
+        by_name: dict[str, list[Path]] = {}
+        for plan in planned:
+            path = plan.made(self.kept)
             while path is None and time.monotonic() < self._until:
-                runs, before = each.folder(self.kept), Processor.now()
+                runs, before = plan.folder(self.kept), Processor.now()
                 shutil.rmtree(runs, ignore_errors=True)  # one that was cut off, or disturbed
                 runs.mkdir(parents=True)
-                each.make(runs)
-                others = Processor.now().others(before)
-                (runs / "others").write_text(f"{others:.3f}\n")
-                if others <= OTHERS:
+                plan.make(runs)
+                foreign = Processor.now().others(before)
+                (runs / "others").write_text(f"{foreign:.3f}\n")
+                if foreign <= OTHERS:
                     (runs / "done").touch()
-                path = each.made(self.kept)
+                path = plan.made(self.kept)
             if path is None:
                 self.missing += 1
             else:
-                found.setdefault(each.name, []).append(path)
-        return found
+                by_name.setdefault(plan.name, []).append(path)
+        return by_name
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -156,26 +156,28 @@ class Noise:
     @staticmethod
     def of(measured: Iterable[Measured]) -> Noise:
         """Pooled over all that were run in several rounds. ValueError where none was."""
-        several = [np.log(each.steps_s) for each in measured if len(each.steps_s) > 1]
-        freedom = sum(len(each) - 1 for each in several)
+        several = [np.log(measure.steps_s) for measure in measured if len(measure.steps_s) > 1]
+        freedom = sum(len(logs) - 1 for logs in several)
         if not freedom:
             raise ValueError(
                 "noise is told by runs that were made twice, and none was; make a second round"
             )
-        squares = sum(float(((each - each.mean()) ** 2).sum()) for each in several)
+        squares = sum(float(((logs - logs.mean()) ** 2).sum()) for logs in several)
         return Noise(deviation=math.sqrt(squares / freedom), freedom=freedom)
 
-    def tie(self, one: Measured, other: Measured) -> float:
+    def tie(self, first: Measured, second: Measured) -> float:
         """Share by which the first may be slower than the second, and 95% sure be no slower in
         truth.
         """
-        known = max(each for each in _T_95 if each <= self.freedom)
+        freedom = max(degrees for degrees in _T_95 if degrees <= self.freedom)
         return math.expm1(
-            _T_95[known] * self.deviation * math.sqrt(1 / len(one.steps_s) + 1 / len(other.steps_s))
+            _T_95[freedom]
+            * self.deviation
+            * math.sqrt(1 / len(first.steps_s) + 1 / len(second.steps_s))
         )
 
 
 def contenders(measured: Mapping[str, Measured]) -> list[str]:
     """Those that may be the fastest, by what was measured so far."""
-    best = min(each.step_s for each in measured.values())
-    return [name for name, each in measured.items() if each.step_s <= NEAR * best]
+    best = min(measure.step_s for measure in measured.values())
+    return [name for name, measure in measured.items() if measure.step_s <= NEAR * best]

@@ -58,37 +58,39 @@ def understood(
 
     GraphError where a row says nothing that a prediction needs.
     """
-    told: list[str] = []
-    found = dict.fromkeys(("system", "model", "mode", "gpu", *NUMBERS, "staleness"), "") | dict(row)
+    assumed: list[str] = []
+    fields = dict.fromkeys(("system", "model", "mode", "gpu", *NUMBERS, "staleness"), "") | dict(
+        row
+    )
     for name in (*NUMBERS, "staleness"):
-        if found[name] and not (_number(found[name]) >= (0 if name == "staleness" else 1)):
-            told.append(f"{name} {found[name]!r} is passed over")
-            found[name] = ""
-    if not found["gpus"]:
-        parts = [_number(found[name]) for name in ("gpus_trainer", "gpus_generator")]
+        if fields[name] and not (_number(fields[name]) >= (0 if name == "staleness" else 1)):
+            assumed.append(f"{name} {fields[name]!r} is passed over")
+            fields[name] = ""
+    if not fields["gpus"]:
+        parts = [_number(fields[name]) for name in ("gpus_trainer", "gpus_generator")]
         if math.isnan(sum(parts)):
             raise GraphError(
                 f"a row needs its devices; found gpus {row.get('gpus')!r}; say how many"
             )
-        found["gpus"] = f"{sum(parts):g}"
-    kind = _kind(found["gpu"])
-    if kind != found["gpu"]:
-        told.append(f"devices {found['gpu']!r} are taken for {kind}")
-    mode = _mode(found["mode"], found["staleness"])
-    if mode != found["mode"]:
-        told.append(f"mode {found['mode']!r} is taken for {mode}")
-    model = found["model"]
+        fields["gpus"] = f"{sum(parts):g}"
+    kind = _kind(fields["gpu"])
+    if kind != fields["gpu"]:
+        assumed.append(f"devices {fields['gpu']!r} are taken for {kind}")
+    mode = _mode(fields["mode"], fields["staleness"])
+    if mode != fields["mode"]:
+        assumed.append(f"mode {fields['mode']!r} is taken for {mode}")
+    model = fields["model"]
     if model in models:
         dimensions = models[model]
     elif near := nearest_model(model, models):
-        told.append(f"model {model!r} is taken for {near}")
+        assumed.append(f"model {model!r} is taken for {near}")
         dimensions = models[near]
     else:
         dimensions = sized(model)
-        told.append(
+        assumed.append(
             f"model {model!r} is taken for a dense one of {dimensions.parameters / 1e9:.3g} B"
         )
-    return found | {"gpu": kind, "mode": mode}, dimensions, told
+    return fields | {"gpu": kind, "mode": mode}, dimensions, assumed
 
 
 def nearest_model(name: str, models: Mapping[str, Counts]) -> str:
@@ -99,12 +101,12 @@ def nearest_model(name: str, models: Mapping[str, Counts]) -> str:
     >>> nearest_model("meta-llama/Llama-3.3-70B-Instruct", models)
     'Llama-3.1-70B'
     """
-    alike = {each: _SIZE.findall(each) for each in models}
+    alike = {model: _SIZE.findall(model) for model in models}
     sizes = _SIZE.findall(name)
-    of = [each for each in models if sizes and alike[each] == sizes] if sizes else list(models)
-    plain = {re.sub(r"[^a-z0-9]", "", each.lower()): each for each in of}
-    wanted = re.sub(r"[^a-z0-9]", "", name.lower().rpartition("/")[2])
-    near = difflib.get_close_matches(wanted, plain, n=1, cutoff=0.6)
+    of = [model for model in models if sizes and alike[model] == sizes] if sizes else list(models)
+    plain = {re.sub(r"[^a-z0-9]", "", model.lower()): model for model in of}
+    plain_name = re.sub(r"[^a-z0-9]", "", name.lower().rpartition("/")[2])
+    near = difflib.get_close_matches(plain_name, plain, n=1, cutoff=0.6)
     return plain[near[0]] if near else ""
 
 
@@ -112,13 +114,13 @@ def sized(name: str) -> Counts:
     """A dense decoder of as many parameters as a name says, as wide as such ones are. GraphError
     where it says none.
     """
-    found = _SIZE.findall(name)
-    if not found:
+    sizes = _SIZE.findall(name)
+    if not sizes:
         raise GraphError(
             f"a row needs a model that is known, or a size in its name; found {name!r}; write it"
             " as 14B"
         )
-    billions = float(found[0])
+    billions = float(sizes[0])
     # 12 width^2 a layer, and as many layers as large models of that size have for their width
     width = _WIDTH * max(4, round((billions * 1e9 / 12 * 110) ** (1 / 3) / _WIDTH))
     layers = max(1, round(billions * 1e9 / (12 * width**2)))
@@ -138,10 +140,10 @@ def sized(name: str) -> Counts:
 
 def _number(text: str) -> float:
     try:
-        found = float(text.replace(",", ""))
+        number = float(text.replace(",", ""))
     except ValueError:
         return math.nan
-    return found if math.isfinite(found) else math.nan
+    return number if math.isfinite(number) else math.nan
 
 
 def number(row: Mapping[str, str], column: str, otherwise: float) -> float:

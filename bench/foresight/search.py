@@ -74,32 +74,32 @@ def search(path: Path | None) -> int:
     with tempfile.TemporaryDirectory(prefix="search-") as folder:
         graph = build(LARGE, Path(folder))
         began, worked = time.perf_counter(), time.process_time()
-        one = foresee(graph, devices, gpus={"generator": 512, "trainer": 512}, steps=STEPS)
+        single = foresee(graph, devices, gpus={"generator": 512, "trainer": 512}, steps=STEPS)
         report.add(
             case="1,024 H100",
             system="405 B, 512 generate, 512 train",
             placements=1,
-            step_s=one.step_s,
+            step_s=single.step_s,
             seconds=time.perf_counter() - began,
             cpu_s=time.process_time() - worked,
         )
-        for name, made, objective in (
+        for name, built, objective in (
             ("405 B, --gpus auto", graph, Objective()),
             ("405 B, --gpus auto:cost", graph, Objective(cost=True)),
             ("8 B, --gpus auto:cost", build(SMALL, Path(folder)), Objective(cost=True)),
         ):
             began, worked = time.perf_counter(), time.process_time()
-            found = choose(made, devices, steps=STEPS, objective=objective)
+            choice = choose(built, devices, steps=STEPS, objective=objective)
             report.add(
                 case="1,024 H100",
                 system=name,
-                placements=found.tried,
-                refused=sum(found.refused.values()),
-                simulated=found.simulated,
-                step_s=found.ways[0].foreseen.step_s,
+                placements=choice.tried,
+                refused=sum(choice.refused.values()),
+                simulated=choice.simulated,
+                step_s=choice.ways[0].foreseen.step_s,
                 seconds=time.perf_counter() - began,
                 cpu_s=time.process_time() - worked,
-                asked=found.ways[0].flags,
+                asked=choice.ways[0].flags,
             )
         report.add(
             case="1,024 H100",

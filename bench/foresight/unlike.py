@@ -92,24 +92,26 @@ def unlike(path: Path | None) -> int:
     report, console = Report("foresight", path), Console(width=170)
     with tempfile.TemporaryDirectory(prefix="unlike-") as folder:
         for case in CASES:
-            made = build(case, Path(folder))
-            found = {
+            graph = build(case, Path(folder))
+            ways = {
                 name: (
-                    choose(made, read_devices(text), workload=case.workload, steps=case.steps).ways[
-                        0
-                    ]
+                    choose(
+                        graph, read_devices(text), workload=case.workload, steps=case.steps
+                    ).ways[0]
                 )
                 for name, text in alone().items()
             }
-            found |= {name: by_hand(made, case, operators) for name, operators in dealt().items()}
-            best = choose(made, both(), workload=case.workload, steps=case.steps).ways[0]
-            for name, way in (*found.items(), ("auto", best)):
+            ways |= {name: by_hand(graph, case, operators) for name, operators in dealt().items()}
+            best = choose(graph, both(), workload=case.workload, steps=case.steps).ways[0]
+            for name, way in (*ways.items(), ("auto", best)):
                 report.add(
                     case=case.name,
                     system=name,
                     step_s=way.foreseen.step_s,
                     devices=" | ".join(
-                        each.devices for each in way.foreseen.operations if each.kinds
+                        operation.devices
+                        for operation in way.foreseen.operations
+                        if operation.kinds
                     ),
                     over_auto=way.foreseen.step_s / best.foreseen.step_s - 1,
                     asked=None if name in dealt() else way.flags,
@@ -144,7 +146,7 @@ def dealt() -> dict[str, Mapping[str, Sequence[str]]]:
 
 def by_hand(graph: Graph, case: Case, places: Mapping[str, Sequence[str]]) -> Way:
     """The best that the operators' knobs make of this. GraphError where none fits."""
-    devices, found = both(), list[Way]()
+    devices, ways = both(), list[Way]()
     counts = {
         node: sum(host.gpus for host in devices.hosts if host.name in names)
         for node, names in places.items()
@@ -176,18 +178,18 @@ def by_hand(graph: Graph, case: Case, places: Mapping[str, Sequence[str]]) -> Wa
         except GraphError as error:
             refused = str(error)
             continue
-        found.append(
+        ways.append(
             Way(candidate=candidate, foreseen=foreseen, flags=candidate.flags(graph, devices))
         )
-    if not found:
+    if not ways:
         raise GraphError(refused)
-    found = [
+    ways = [
         replace(
             way, foreseen=foreseen_of(way.candidate.placed(graph), way.candidate, devices, **how)
         )
-        for way in sorted(found, key=lambda way: way.foreseen.step_s)[:SIMULATED]
+        for way in sorted(ways, key=lambda way: way.foreseen.step_s)[:SIMULATED]
     ]
-    return min(found, key=lambda way: way.foreseen.step_s)
+    return min(ways, key=lambda way: way.foreseen.step_s)
 
 
 def build(case: Case, folder: Path) -> Graph:

@@ -60,39 +60,39 @@ def main() -> int:
 
 def parser() -> argparse.ArgumentParser:
     """The command line."""
-    found = argparse.ArgumentParser(
+    parser = argparse.ArgumentParser(
         prog="python -m bench.generator",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    found.add_argument("--json", type=Path, help="file for the JSON lines")
-    found.add_argument(
+    parser.add_argument("--json", type=Path, help="file for the JSON lines")
+    parser.add_argument(
         "--cases", nargs="+", choices=CASES, default=list(CASES), help="default: all"
     )
-    found.add_argument(
+    parser.add_argument(
         "--in-flight", nargs="+", type=int, default=[64, 256], help="rollouts at once (64 256)"
     )
-    found.add_argument(
+    parser.add_argument(
         "--systems", nargs="+", choices=SYSTEMS, default=list(SYSTEMS), help="default: all"
     )
-    found.add_argument("--repeats", type=int, default=3, help="turns of every system (default 3)")
-    found.add_argument("--threads", type=int, default=2, help="of every system (default 2)")
-    found.add_argument(
+    parser.add_argument("--repeats", type=int, default=3, help="turns of every system (default 3)")
+    parser.add_argument("--threads", type=int, default=2, help="of every system (default 2)")
+    parser.add_argument(
         "--precision", nargs="+", choices=("float32", "bfloat16"), default=["float32"]
     )
-    found.add_argument(
+    parser.add_argument(
         "--model", choices=("small", "medium"), default="small", help="1.1 or 20 million parameters"
     )
-    found.add_argument(
+    parser.add_argument(
         "--turnover", type=int, default=8, help="rollouts in all, over those in flight (default 8)"
     )
-    found.add_argument(
+    parser.add_argument(
         "--limit-s", type=float, default=60.0, help="seconds of a system's turn (default 60)"
     )
-    found.add_argument(
+    parser.add_argument(
         "--updates", action="store_true", help="measure the cost of weight updates instead"
     )
-    return found
+    return parser
 
 
 def run_all(policy: Path, options: argparse.Namespace, report: Report) -> bool:
@@ -120,7 +120,7 @@ def run_case(
     """A row for each system. True when one failed."""
     console = Console()
     opened: dict[str, tuple[System, Load]] = {}
-    made: dict[str, list[Made]] = {}
+    runs: dict[str, list[Made]] = {}
     without: dict[str, dict[str, Figure]] = {}
     try:
         for name in options.systems:
@@ -134,13 +134,13 @@ def run_case(
             except Exception as error:
                 without[name] = {"failed": f"{type(error).__name__}: {error}"}
         for _ in range(options.repeats):
-            for name, (system, given) in opened.items():
+            for name, (system, own_load) in opened.items():
                 if name in without:
                     continue
                 try:
-                    run = system.run(given, DEADLINE * options.limit_s)
-                    check(run, given)
-                    made.setdefault(name, []).append(run)
+                    run = system.run(own_load, DEADLINE * options.limit_s)
+                    check(run, own_load)
+                    runs.setdefault(name, []).append(run)
                     console.print(
                         f"{case} {setting.in_flight} {name}: {run.tokens_per_s:,.0f} tokens/s",
                         markup=False,
@@ -159,7 +159,7 @@ def run_case(
     for name in options.systems:
         if name in without:
             report.add(case=case, system=name, **common, **without[name])
-            why = ": ".join(str(each) for each in next(iter(without[name].items())))
+            why = ": ".join(str(part) for part in next(iter(without[name].items())))
             console.print(f"{case} {setting.in_flight} {name} {why}", style="red", markup=False)
         else:
             about = opened[name][0].about
@@ -167,7 +167,7 @@ def run_case(
                 case=case,
                 system=name,
                 **common,
-                **figures(made[name], made.get(BASELINE)),
+                **figures(runs[name], runs.get(BASELINE)),
                 options=about,
             )
     return any("failed" in line for line in without.values())
@@ -183,38 +183,41 @@ def affordable(load: Load, warm: Made, limit_s: float) -> Load:
     return load.first(rollouts)
 
 
-def check(made: Made, load: Load) -> None:
+def check(run: Made, load: Load) -> None:
     """Raises RuntimeError where rollouts have other lengths than were asked for: the figures would
     mean nothing.
     """
     wrong = [
         i
-        for i, (found, asked) in enumerate(zip(made.lengths, load.lengths, strict=True))
-        if found != asked
+        for i, (length, expected) in enumerate(zip(run.lengths, load.lengths, strict=True))
+        if length != expected
     ]
     if wrong:
         first = wrong[0]
         raise RuntimeError(
             f"{len(wrong)} of {len(load.lengths)} rollouts have other lengths than asked; found"
-            f" {made.lengths[first]} tokens for {load.lengths[first]} in rollout {first}; look at"
+            f" {run.lengths[first]} tokens for {load.lengths[first]} in rollout {first}; look at"
             " the limits that the system was given"
         )
 
 
-def figures(made: Sequence[Made], baseline: Sequence[Made] | None) -> dict[str, Figure]:
+def figures(runs: Sequence[Made], baseline: Sequence[Made] | None) -> dict[str, Figure]:
     """The figures of a row: medians over the repeats."""
-    rates = [run.tokens_per_s for run in made]
-    steady = [run.steady_tokens_per_s for run in made if run.steady_tokens_per_s is not None]
-    lengths = made[0].lengths
-    ratios = [mine / other.tokens_per_s for mine, other in zip(rates, baseline or (), strict=False)]
+    rates = [run.tokens_per_s for run in runs]
+    steady = [run.steady_tokens_per_s for run in runs if run.steady_tokens_per_s is not None]
+    lengths = runs[0].lengths
+    ratios = [
+        mine / reference.tokens_per_s
+        for mine, reference in zip(rates, baseline or (), strict=False)
+    ]
     return {
         "tokens_per_s": statistics.median(rates),
         "ratio": statistics.median(ratios) if ratios else None,
-        "rollouts_per_s": statistics.median(len(run.lengths) / run.seconds for run in made),
-        "seconds": statistics.median(run.seconds for run in made),
+        "rollouts_per_s": statistics.median(len(run.lengths) / run.seconds for run in runs),
+        "seconds": statistics.median(run.seconds for run in runs),
         "steady": statistics.median(steady) if steady else None,
         "spread": (max(rates) - min(rates)) / statistics.median(rates),
-        "repeats": len(made),
+        "repeats": len(runs),
         "rollouts": len(lengths),
         "tokens_p50": percentile(lengths, 50),
         "tokens_p99": percentile(lengths, 99),

@@ -102,11 +102,11 @@ def tail_lengths(count: int, per_round: int, seed: int) -> list[int]:
     rounds: list[list[int]] = [[] for _ in range(max(1, count // per_round))]
     for first in range(0, count, len(rounds)):
         slices = lengths[first : first + len(rounds)]
-        for one, length in zip(draw.sample(rounds, len(slices)), slices, strict=True):
-            one.append(length)
-    for one in rounds:
-        draw.shuffle(one)
-    return [length for one in rounds for length in one]
+        for round_, length in zip(draw.sample(rounds, len(slices)), slices, strict=True):
+            round_.append(length)
+    for round_ in rounds:
+        draw.shuffle(round_)
+    return [length for round_ in rounds for length in round_]
 
 
 def percentile(lengths: Sequence[int], percent: int) -> int:

@@ -106,10 +106,11 @@ class Driven:
         while waiting or engine.live:
             seconds = time.perf_counter() - began
             if seconds > deadline_s:
-                left = [ticket for ticket, length in enumerate(lengths) if not length]
-                engine.abort(left)
+                unfinished = [ticket for ticket, length in enumerate(lengths) if not length]
+                engine.abort(unfinished)
                 raise Late(
-                    f"{len(left)} of {len(lengths)} rollouts were not done after {deadline_s:g} s"
+                    f"{len(unfinished)} of {len(lengths)} rollouts were not done after"
+                    f" {deadline_s:g} s"
                 )
             if not waiting and steady is None:
                 steady = (engine.drawn - drawn) / seconds
@@ -204,13 +205,13 @@ class HfGenerate:
     def warm(self, load: Load, deadline_s: float) -> Made:
         """The first group, then the first batch with either cache: the faster one is kept."""
         self.run(load.first(GROUP_SIZE), deadline_s)
-        batch, found = load.first(load.in_flight), {}
+        batch, by_cache = load.first(load.in_flight), {}
         for cache in ("static", "dynamic"):
             self._cache = cache
-            found[cache] = self.run(batch, deadline_s)
-        self._cache = min(found, key=lambda cache: found[cache].seconds)
+            by_cache[cache] = self.run(batch, deadline_s)
+        self._cache = min(by_cache, key=lambda cache: by_cache[cache].seconds)
         self.about = f"{self._cache} cache"
-        return found[self._cache]
+        return by_cache[self._cache]
 
     def run(self, load: Load, deadline_s: float) -> Made:
         """Rollouts in order, in_flight of them at once, prompts repeated. Raises Late."""
@@ -220,14 +221,16 @@ class HfGenerate:
         lengths: list[int] = []
         began = time.perf_counter()
         for first in range(0, len(load.lengths), load.in_flight):
-            wanted = load.lengths[first : first + load.in_flight]
-            ids = torch.tensor([load.prompt(first + row).tolist() for row in range(len(wanted))])
+            lengths_wanted = load.lengths[first : first + load.in_flight]
+            ids = torch.tensor(
+                [load.prompt(first + row).tolist() for row in range(len(lengths_wanted))]
+            )
             left_s = deadline_s - (time.perf_counter() - began)
             with torch.inference_mode():
                 tokens = self._model.generate(
                     ids,
                     attention_mask=torch.ones_like(ids),
-                    max_new_tokens=max(wanted),
+                    max_new_tokens=max(lengths_wanted),
                     do_sample=True,
                     temperature=1.0,
                     top_k=0,
@@ -237,12 +240,12 @@ class HfGenerate:
                     max_time=left_s,
                     cache_implementation=None if self._cache == "dynamic" else self._cache,
                 )
-            made = tokens.shape[1] - ids.shape[1]
-            if made < max(wanted):
+            drawn = tokens.shape[1] - ids.shape[1]
+            if drawn < max(lengths_wanted):
                 raise Late(
                     f"only {first} of {len(load.lengths)} rollouts were done after {deadline_s:g} s"
                 )
-            lengths += [min(made, length) for length in wanted]
+            lengths += [min(drawn, length) for length in lengths_wanted]
         return Made(lengths=lengths, seconds=time.perf_counter() - began)
 
     def close(self) -> None:

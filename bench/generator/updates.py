@@ -63,7 +63,7 @@ def measure_updates(
         finally:
             generator.close()
     for arm in ARMS:
-        found: dict[str, Figure] = {
+        figures: dict[str, Figure] = {
             "in_flight": in_flight,
             "threads": options.threads,
             "precision": precision,
@@ -78,7 +78,7 @@ def measure_updates(
             "repeats": options.repeats,
             "interval_ms": 1000 * INTERVAL_S,
         }
-        report.add(case="updates", system=arm, **found)
+        report.add(case="updates", system=arm, **figures)
 
 
 def lost(mine: list[float], others: list[float]) -> float:

@@ -83,9 +83,9 @@ class Clock:
         """Seconds."""
         return self._end - self._now()
 
-    def grant(self, wanted: float, least: float) -> float | None:
-        """Up to `wanted` seconds; None when there are not even `least`."""
-        return min(wanted, self.left) if self.left >= least else None
+    def grant(self, most: float, least: float) -> float | None:
+        """Up to `most` seconds; None when there are not even `least`."""
+        return min(most, self.left) if self.left >= least else None
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -109,11 +109,11 @@ def main(arguments: list[str] | None = None) -> int:
     bandwidth = measure_bandwidth(device, 1 << (24 if options.tiny else 32))
     report.add(case="machine", system=_name(device), bytes_per_s=bandwidth, torch=torch.__version__)
 
-    def measure(system: str, run: Callable[..., Run], wanted: float, least: float) -> bool:
+    def measure(system: str, run: Callable[..., Run], most: float, least: float) -> bool:
         done = True
         for name, shape in models.items():
             print(f"{name} {system}: {clock.left:.0f} s left", flush=True)
-            granted = clock.grant(wanted, least)
+            granted = clock.grant(most, least)
             done &= _row(report, granted, device, bandwidth, name, system, shape, run, load)
         return done
 
@@ -137,21 +137,21 @@ def main(arguments: list[str] | None = None) -> int:
 
 def parser() -> argparse.ArgumentParser:
     """The command line."""
-    found = argparse.ArgumentParser(
+    parser = argparse.ArgumentParser(
         prog="python -m bench.gpu",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    found.add_argument("--json", type=Path, help="file for the JSON lines")
-    found.add_argument("--minutes", type=float, default=9.0, help="for everything together")
-    found.add_argument(
+    parser.add_argument("--json", type=Path, help="file for the JSON lines")
+    parser.add_argument("--minutes", type=float, default=9.0, help="for everything together")
+    parser.add_argument(
         "--only", action="append", choices=PARTS, help="parts to run; may be given again"
     )
-    found.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
-    found.add_argument(
+    parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
+    parser.add_argument(
         "--tiny", action="store_true", help="a tiny model and few tokens, to try the code"
     )
-    return found
+    return parser
 
 
 def _row(
@@ -178,7 +178,7 @@ def _row(
             2 * sizes.num_hidden_layers * sizes.num_key_value_heads * width * weight.element_size()
         )
         weights = sum(parameter.nbytes for parameter in model.parameters())
-        made = run(model, system, load, granted)
+        outcome = run(model, system, load, granted)
     except Exception as error:
         traceback.print_exc()
         report.add(
@@ -188,26 +188,28 @@ def _row(
     finally:
         model = weight = None
         clear(device)
-    tokens = sum(made.lengths)
+    tokens = sum(outcome.lengths)
     counted = {
         f"{kind}_share": (
-            bytes_read(made.lengths, load, weights, token_bytes, shared=shared)
+            bytes_read(outcome.lengths, load, weights, token_bytes, shared=shared)
             / bandwidth
-            / made.seconds
+            / outcome.seconds
         )
         for kind, shared in (("roofline", False), ("floor", True))
     }
     figures: dict[str, Figure] = {
-        "tokens_per_s": tokens / made.seconds,
+        "tokens_per_s": tokens / outcome.seconds,
         **counted,
-        "tokens": max(made.lengths, default=0),
-        "seconds": made.seconds,
-        "warm_s": made.warm_s,
+        "tokens": max(outcome.lengths, default=0),
+        "seconds": outcome.seconds,
+        "warm_s": outcome.warm_s,
     }
     if device.type == "cuda":
         figures["peak_gib"] = torch.cuda.max_memory_allocated(device) / 2**30
         torch.cuda.reset_peak_memory_stats(device)
-    report.add(case=name, system=system, **figures, **({"note": made.note} if made.note else {}))
+    report.add(
+        case=name, system=system, **figures, **({"note": outcome.note} if outcome.note else {})
+    )
     return True
 
 

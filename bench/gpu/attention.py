@@ -50,12 +50,14 @@ def measure_attention(
                 continue
             calls, nbytes = _calls(shape, load, device, attend)
             try:
-                taken = seconds_in_graph(calls, device) / LAYERS
+                seconds_each = seconds_in_graph(calls, device) / LAYERS
             except RuntimeError as error:
                 report.add(case=case, system=system, skipped=f"failed: {str(error)[:120]}")
                 continue
-            share = nbytes / taken / bandwidth
-            report.add(case=case, system=system, microseconds=taken * 1e6, bandwidth_share=share)
+            share = nbytes / seconds_each / bandwidth
+            report.add(
+                case=case, system=system, microseconds=seconds_each * 1e6, bandwidth_share=share
+            )
 
 
 def _tilings(device: torch.device) -> Iterator[tuple[str, Callable[..., torch.Tensor]]]:
@@ -84,16 +86,16 @@ def _calls(
     heads, kv_heads = shape.sizes["num_attention_heads"], shape.sizes["num_key_value_heads"]
     width = shape.sizes.get("head_dim", shape.sizes["hidden_size"] // heads)
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    each = pages_for(load.prompt + load.tokens)
+    row_pages = pages_for(load.prompt + load.tokens)
     rng = np.random.default_rng(0)
-    table = torch.from_numpy(rng.permutation(load.rollouts * each).astype(np.int32)).view(
-        load.rollouts, each
+    table = torch.from_numpy(rng.permutation(load.rollouts * row_pages).astype(np.int32)).view(
+        load.rollouts, row_pages
     )
     at = load.prompt + rng.integers(0, load.tokens, load.rollouts)
     layout = AttentionLayout(
-        KVCache(load.rollouts * each),
+        KVCache(load.rollouts * row_pages),
         torch.from_numpy(at).to(device),
-        each * PAGE,
+        row_pages * PAGE,
         table.to(device),
     )
     query = torch.randn(heads, load.rollouts, width, device=device).to(dtype)

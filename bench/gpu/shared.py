@@ -69,16 +69,16 @@ STALENESS = {"sync": 0, "async": 4}
 
 
 def measure_shared(
-    report: Report, left: Callable[[], float], device: torch.device, tiny: bool = False
+    report: Report, remaining_s: Callable[[], float], device: torch.device, tiny: bool = False
 ) -> bool:
     """A row for the synchronous graph and for the asynchronous one, each in a process of its own;
     whether none failed.
 
-    left: seconds for everything that is still to come.
+    remaining_s: seconds for everything that is still to come.
     """
     whole = True
     for system in STALENESS:
-        most = min(SHARED_S, left())
+        most = min(SHARED_S, remaining_s())
         if most < LEAST_S:
             report.add(case="shared", system=system, skipped="too little time is left")
             continue
@@ -107,11 +107,11 @@ def measure_shared(
                 if done.returncode:
                     print(done.stdout, file=sys.stderr)
                 failed = {"skipped": f"failed: {done.stdout[-400:]}"}
-                found = failed if done.returncode else json.loads(out.read_text())
+                figures = failed if done.returncode else json.loads(out.read_text())
             except subprocess.TimeoutExpired:
-                found = {"skipped": f"failed: did not end within {most:.0f} s"}
-        whole &= "skipped" not in found
-        report.add(case="shared", system=system, **found)
+                figures = {"skipped": f"failed: did not end within {most:.0f} s"}
+        whole &= "skipped" not in figures
+        report.add(case="shared", system=system, **figures)
     return whole
 
 
@@ -185,8 +185,8 @@ def main() -> None:
     parser.add_argument("tiny", type=int)
     parser.add_argument("out", type=Path)
     options = parser.parse_args()
-    found = run_shared(options.system, options.device, TINY_SHARED if options.tiny else SHARED)
-    options.out.write_text(json.dumps(found))
+    figures = run_shared(options.system, options.device, TINY_SHARED if options.tiny else SHARED)
+    options.out.write_text(json.dumps(figures))
 
 
 if __name__ == "__main__":

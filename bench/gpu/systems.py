@@ -168,10 +168,10 @@ def ours(model: Any, system: str, load: Load, seconds: float) -> Run:
                     )
                 )
                 width += len(prompt)
-            found = engine.step(starts)
+            ended = engine.step(starts)
             if time.monotonic() > until:
-                found, waiting = engine.abort(range(load.rollouts)), []
-            lengths += [len(row.tokens) - row.start for row in found]
+                ended, waiting = engine.abort(range(load.rollouts)), []
+            lengths += [len(row.tokens) - row.start for row in ended]
         wait(engine.device)
         return lengths
 
@@ -192,7 +192,7 @@ def hf(model: Any, system: str, load: Load, seconds: float) -> Run:
     ).to(device)
 
     def run(tokens: int, most: float) -> int:
-        made = model.generate(
+        tokens_out = model.generate(
             input_ids=ids,
             attention_mask=torch.ones_like(ids),
             do_sample=True,
@@ -204,7 +204,7 @@ def hf(model: Any, system: str, load: Load, seconds: float) -> Run:
             cache_implementation=HF[system],
         )
         wait(device)
-        return made.shape[1] - load.prompt
+        return tokens_out.shape[1] - load.prompt
 
     begun = time.monotonic()
     run(min(WARM_TOKENS, load.tokens), seconds)

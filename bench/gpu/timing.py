@@ -38,7 +38,7 @@ def seconds_in_graph(calls: Callable[[], None], device: torch.device) -> float:
 def seconds_of(work: Callable[[], object], device: torch.device, repeats: int) -> float:
     """Median of several runs, after one to warm up."""
     work()
-    found = []
+    seconds = []
     for _ in range(repeats):
         wait(device)
         if device.type == "cuda":
@@ -47,12 +47,12 @@ def seconds_of(work: Callable[[], object], device: torch.device, repeats: int) -
             work()
             last.record()
             last.synchronize()
-            found.append(first.elapsed_time(last) / 1e3)
+            seconds.append(first.elapsed_time(last) / 1e3)
         else:
             began = time.perf_counter()
             work()
-            found.append(time.perf_counter() - began)
-    return float(np.median(found))
+            seconds.append(time.perf_counter() - began)
+    return float(np.median(seconds))
 
 
 def wait(device: torch.device) -> None:

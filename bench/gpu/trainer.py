@@ -138,12 +138,12 @@ def step_figures(
             ends.append(time.perf_counter() - second)
             if outcome.culprit is not None:
                 raise RuntimeError(f"the step is not finite: {outcome.culprit}")
-    taken = float(np.median(passes[WARM:]))
+    seconds = float(np.median(passes[WARM:]))
     figures: dict[str, Figure] = {
-        "tokens_per_s": load.rollouts * load.tokens / taken,
-        "matrix_share": flops(module, load) / taken / rate,
+        "tokens_per_s": load.rollouts * load.tokens / seconds,
+        "matrix_share": flops(module, load) / seconds / rate,
         "flops_per_s": rate,
-        "seconds": taken,
+        "seconds": seconds,
         "step_s": float(np.median(ends[WARM:])),
         "warm_s": warm,
     }
@@ -167,8 +167,8 @@ def flops(module: Any, load: Load) -> int:
 
 def matrix_rate(device: torch.device, size: int) -> float:
     """Flops per second of a product of two square bfloat16 matrices."""
-    one, two = (torch.randn(size, size, device=device).to(torch.bfloat16) for _ in range(2))
-    return 2 * size**3 / seconds_of(lambda: one @ two, device, 10)
+    first, two = (torch.randn(size, size, device=device).to(torch.bfloat16) for _ in range(2))
+    return 2 * size**3 / seconds_of(lambda: first @ two, device, 10)
 
 
 def make_module(shape: Shape, device: torch.device) -> Any:

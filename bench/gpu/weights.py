@@ -86,8 +86,8 @@ def split(parameters: int, count: int) -> list[int]:
     """Elements of each of `count` tensors that hold so many parameters, the last one what is left
     over; as those of models, all but that are multiples of 64.
     """
-    each = parameters // count // 64 * 64 or parameters // count
-    return [*[each] * (count - 1), parameters - each * (count - 1)]
+    elements = parameters // count // 64 * 64 or parameters // count
+    return [*[elements] * (count - 1), parameters - elements * (count - 1)]
 
 
 def copy_bandwidth(device: torch.device, nbytes: int) -> float:
@@ -130,7 +130,7 @@ class _Generator:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def tell(self, what: Any) -> None:
+    def tell(self, message: Any) -> None:
         """Hand something over."""
         if self._pipe is None:
             self._pipe, theirs = self._context.Pipe()
@@ -139,7 +139,7 @@ class _Generator:
             )
             self._process.start()
             theirs.close()
-        self._pipe.send(what)
+        self._pipe.send(message)
 
     def hear(self, meanwhile: Callable[[], None] = lambda: None) -> Any:
         """What it answers; RuntimeError with its error, when it is gone, or when it takes too

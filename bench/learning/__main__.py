@@ -69,21 +69,23 @@ def main(arguments: Sequence[str] | None = None) -> int:
         report.add(**line)
     _policies(options, options.only)
     until = time.monotonic() + 60 * options.minutes
-    wanted = [(seed, name) for seed in range(options.seeds) for name in options.only]
-    there = {(line["seed"], line["system"]) for line in done}
+    runs = [(seed, name) for seed in range(options.seeds) for name in options.only]
+    measured = {(line["seed"], line["system"]) for line in done}
     lines = list(done)
-    for seed, name in wanted:
-        if (seed, name) in there:
+    for seed, name in runs:
+        if (seed, name) in measured:
             continue
         if time.monotonic() > until:
             print(f"{name} with seed {seed}: no time is left; go on with --resume", flush=True)
             continue
-        found = measure(name, seed, options)
-        failed |= "failed" in found
-        line = {"case": "calculator", "system": name, "seed": seed, **found}
+        figures = measure(name, seed, options)
+        failed |= "failed" in figures
+        line = {"case": "calculator", "system": name, "seed": seed, **figures}
         report.add(**line)
         lines.append(line)
-        print(f"{name} with seed {seed}: {found.get('failed') or found['accuracy']}", flush=True)
+        print(
+            f"{name} with seed {seed}: {figures.get('failed') or figures['accuracy']}", flush=True
+        )
     table = Report("learning")
     for row in summary(lines, NAMES[0]):
         table.add(case="calculator", **row)
@@ -95,38 +97,44 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def parser() -> argparse.ArgumentParser:
     """The command line."""
-    found = argparse.ArgumentParser(
+    parser = argparse.ArgumentParser(
         prog="python -m bench.learning",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    found.add_argument(
+    parser.add_argument(
         "--json", type=Path, help="file for the JSON lines; the picture is drawn beside it"
     )
-    found.add_argument(
+    parser.add_argument(
         "--prompts", default="", help="GSM8K's train.jsonl; made-up steps without it"
     )
-    found.add_argument("--eval", default="", help="GSM8K's test.jsonl")
-    found.add_argument("--seeds", type=int, default=3, help="runs of each algorithm (default 3)")
-    found.add_argument(
+    parser.add_argument("--eval", default="", help="GSM8K's test.jsonl")
+    parser.add_argument("--seeds", type=int, default=3, help="runs of each algorithm (default 3)")
+    parser.add_argument(
         "--steps", type=int, default=1_000, help="steps' worth of prompts of a run (default 1000)"
     )
-    found.add_argument("--only", nargs="+", choices=NAMES, default=list(NAMES), help="default: all")
-    found.add_argument("--resume", action="store_true", help="keep the runs that stand in the file")
-    found.add_argument(
+    parser.add_argument(
+        "--only", nargs="+", choices=NAMES, default=list(NAMES), help="default: all"
+    )
+    parser.add_argument(
+        "--resume", action="store_true", help="keep the runs that stand in the file"
+    )
+    parser.add_argument(
         "--minutes", type=float, default=120.0, help="no run begins afterwards (default 120)"
     )
-    found.add_argument(
+    parser.add_argument(
         "--points", type=int, default=10, help="evaluations of a run after the first (default 10)"
     )
-    found.add_argument(
+    parser.add_argument(
         "--policies", type=Path, default=Path("policies"), help="folder for policy and teacher"
     )
-    found.add_argument(
+    parser.add_argument(
         "--tiny", action="store_true", help="a tiny policy and few prompts, to try the code"
     )
-    found.add_argument("--child", nargs=3, metavar=("NAME", "SEED", "FILE"), help=argparse.SUPPRESS)
-    return found
+    parser.add_argument(
+        "--child", nargs=3, metavar=("NAME", "SEED", "FILE"), help=argparse.SUPPRESS
+    )
+    return parser
 
 
 def finished(path: Path | None) -> list[dict[str, Any]]:
@@ -157,10 +165,12 @@ def _policies(options: argparse.Namespace, names: Sequence[str]) -> tuple[str, s
 
     size = {"layers": 1, "width": 16} if options.tiny else {}
     policy, teacher = (2, 3) if options.tiny else (POLICY_STEPS, TEACHER_STEPS)
-    made = str(warm(options.policies / "calculator", options.prompts, steps=policy, **size))
+    policy_folder = str(
+        warm(options.policies / "calculator", options.prompts, steps=policy, **size)
+    )
     if "distill" not in names:
-        return made, made
-    return made, str(
+        return policy_folder, policy_folder
+    return policy_folder, str(
         warm(options.policies / "calculator-teacher", options.prompts, steps=teacher, **size)
     )
 

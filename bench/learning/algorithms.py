@@ -86,8 +86,8 @@ def build(
         warmup_steps=WARMUP_STEPS,
     )
     stream = reward(generator(g.source(prompts)))
-    for each in algorithm.filters:
-        stream = each(stream)
+    for filter_ in algorithm.filters:
+        stream = filter_(stream)
     if algorithm.has_teacher:
         stream = Logprobs(Model(teacher, name="teacher").frozen(), name="teacher_logprobs")(stream)
     critic = Model(policy, head="value", name="critic")
@@ -123,7 +123,7 @@ def examples(path: str, *, held_out: bool) -> list[dict[str, str]]:
 def budget(rows: Sequence[dict[str, str]], count: int, seed: int) -> list[dict[str, str]]:
     """So many of the rows, in an order drawn from the seed: all of them before any comes again."""
     draw = random.Random(seed)
-    found: list[dict[str, str]] = []
-    while len(found) < count:
-        found += draw.sample(rows, min(len(rows), count - len(found)))
-    return found
+    chosen: list[dict[str, str]] = []
+    while len(chosen) < count:
+        chosen += draw.sample(rows, min(len(rows), count - len(chosen)))
+    return chosen

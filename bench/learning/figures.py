@@ -61,7 +61,7 @@ def mean_curve(lines: Sequence[Mapping[str, Any]]) -> list[Point]:
     return [
         (
             round(statistics.mean(rollouts for rollouts, _ in points)),
-            statistics.mean(found for _, found in points),
+            statistics.mean(share for _, share in points),
         )
         for points in zip(*curves, strict=False)
     ]
@@ -78,9 +78,9 @@ def summary(lines: Sequence[Mapping[str, Any]], baseline: str) -> list[dict[str,
         mine = [line for line in good if line["system"] == name]
         row: dict[str, Figure] = {"system": name, "runs": len(mine)}
         if mine:
-            found = [line["accuracy"] for line in mine]
+            shares = [line["accuracy"] for line in mine]
             gaps = [line["accuracy"] - base[line["seed"]] for line in mine if line["seed"] in base]
-            row |= {"accuracy": statistics.mean(found), "spread": _deviation(found)}
+            row |= {"accuracy": statistics.mean(shares), "spread": _deviation(shares)}
             if gaps and name != baseline:
                 row |= {"difference": statistics.mean(gaps), "error": _error(gaps)}
             for figure in ("staleness", "ess", "dropped", "steps", "seconds"):

@@ -108,14 +108,14 @@ def apart(wanted: Sequence[float], distance: float) -> list[float]:
     for index in order:
         total, count = wanted[index], 1
         while blocks and _first(blocks[-1]) + blocks[-1][1] * distance > total / count:
-            before, others = blocks.pop()
-            total, count = before + total - count * others * distance, others + count
+            before, members = blocks.pop()
+            total, count = before + total - count * members * distance, members + count
         blocks.append((total, count))
     places = [_first(block) + at * distance for block in blocks for at in range(block[1])]
-    found = [0.0] * len(wanted)
+    placed = [0.0] * len(wanted)
     for index, at in zip(order, places, strict=True):
-        found[index] = at
-    return found
+        placed[index] = at
+    return placed
 
 
 def _first(block: tuple[float, int]) -> float:

@@ -68,8 +68,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         graph = build(policy=str(options.policy), lr=1e-12, eval_every=ENDLESS)
         run(graph, steps=ENDLESS, runs=options.carry, quiet=True)
         return 0
-    known = options.json is not None and options.json.is_file()
-    windows: list[dict[str, Any]] = json.loads(options.json.read_text()) if known else []
+    goes_on = options.json is not None and options.json.is_file()
+    windows: list[dict[str, Any]] = json.loads(options.json.read_text()) if goes_on else []
     if options.minutes > 0:
         began, piece = (
             time.monotonic(),
@@ -106,26 +106,27 @@ def tell(windows: Sequence[Window]) -> None:
     report = Report("live")
     counted = counting(windows)
     for case in (NONE, *CASES):
-        mine = [each for each in counted if each["case"] == case]
+        mine = [window for window in counted if window["case"] == case]
         if not (figures := compared(counted, case)):
             continue
         report.add(
             case=(
-                f"sorting, {sum(bool(each['case']) for each in counted)} windows, {os.cpu_count()}"
+                f"sorting, {sum(bool(window['case']) for window in counted)} windows,"
+                f" {os.cpu_count()}"
                 " cores"
             ),
             system=case,
             **figures,
             **{
-                name: statistics.fmean(each[name] for each in mine)
+                name: statistics.fmean(window[name] for window in mine)
                 for name in ("server_cpu", "client_cpu", "idle")
             },
-            answers=sum(each["answers"] for each in mine),
-            unanswered=sum(each["failed"] for each in mine),
+            answers=sum(window["answers"] for window in mine),
+            unanswered=sum(window["failed"] for window in mine),
         )
     report.show(Console(width=max(160, Console().width)))
-    if said := left_out(counted):
-        print(said)
+    if note := left_out(counted):
+        print(note)
 
 
 if __name__ == "__main__":

@@ -76,14 +76,16 @@ class PageClient:
 
     def look(self, now: float) -> None:
         """What it asks for once a second; now: seconds of time.monotonic."""
-        found = _CHANGES.search(self.get("api/now?run=0"))
-        if found is None or found[1] == self._changes or now - self._drawn < SERIES_S:
+        match = _CHANGES.search(self.get("api/now?run=0"))
+        if match is None or match[1] == self._changes or now - self._drawn < SERIES_S:
             return
-        self._changes, self._drawn = found[1], now
+        self._changes, self._drawn = match[1], now
         names = self.get("api/names?run=0")
         self.get("api/marks?run=0")
         if len(self._keys) < DOZEN and names:
-            self._keys = [each["key"] for each in json.loads(names)["series"] if each["first"]]
+            self._keys = [
+                series["key"] for series in json.loads(names)["series"] if series["first"]
+            ]
         self.get(
             f"api/series?{urlencode({'run': 0, 'key': self._keys, 'points': 600}, doseq=True)}"
         )
@@ -163,16 +165,16 @@ class Clients:
         with self._changed:
             self._shown = frozenset({-1} if word == NEVER else range(int(word)))
             self._changed.notify_all()
-        told: list[PageClient | Unreading] = [self._unreading, *self._pages]
-        found = Done(
+        clients: list[PageClient | Unreading] = [self._unreading, *self._pages]
+        total = Done(
             *(
-                sum(getattr(each.done, name) for each in told)
+                sum(getattr(client.done, name) for client in clients)
                 for name in ("answers", "failed", "received")
             )
         )
-        for each in told:
-            each.done = Done()
-        return found
+        for client in clients:
+            client.done = Done()
+        return total
 
     def _be(self, number: int) -> None:
         """One page; -1 for the one that never reads."""

@@ -54,19 +54,19 @@ def differences(
     windows: in the order in which they were, each with its `piece`; in a piece every second one is
     of `none`.
     """
-    found: list[float] = []
+    logs: list[float] = []
     step = 2 if case == none else 1
     for at in range(step, len(windows) - step):
         around = windows[at - step], windows[at + step]
-        if windows[at]["case"] != case or any(each["case"] != none for each in around):
+        if windows[at]["case"] != case or any(window["case"] != none for window in around):
             continue
-        if len({each["piece"] for each in (windows[at], *around)}) > 1 or (
+        if len({window["piece"] for window in (windows[at], *around)}) > 1 or (
             case == none and at // 2 % 2
         ):
             continue
-        beside = [math.log(figure(each)) for each in around]
-        found.append(math.log(figure(windows[at])) - statistics.fmean(beside))
-    return found
+        beside = [math.log(figure(window)) for window in around]
+        logs.append(math.log(figure(windows[at])) - statistics.fmean(beside))
+    return logs
 
 
 def percent_less(values: Sequence[float]) -> tuple[float, float, float]:
@@ -83,11 +83,11 @@ def counting(windows: Sequence[Window]) -> list[Window]:
     """
     return [
         (
-            each
-            if each["foreign"] <= MOST_FOREIGN and each["steps_per_s"] > 0
-            else {**each, "case": ""}
+            window
+            if window["foreign"] <= MOST_FOREIGN and window["steps_per_s"] > 0
+            else {**window, "case": ""}
         )
-        for each in windows
+        for window in windows
     ]
 
 
@@ -95,15 +95,15 @@ def compared(counted: Sequence[Window], case: str, none: str = NONE) -> dict[str
     """Columns of a table: how windows of a case differ from those of `none`; empty where there are
     none to compare.
     """
-    slower = differences(counted, case, lambda each: float(each["steps_per_s"]), none)
-    dearer = differences(counted, case, lambda each: float(each["cpu_per_step"]), none)
+    slower = differences(counted, case, lambda window: float(window["steps_per_s"]), none)
+    dearer = differences(counted, case, lambda window: float(window["cpu_per_step"]), none)
     if not slower:
         return {}
     less, low, high = percent_less(slower)
-    more, more_high, more_low = (-each for each in percent_less(dearer))
+    more, more_high, more_low = (-ratio for ratio in percent_less(dearer))
     return {
         "steps_per_s": statistics.median(
-            each["steps_per_s"] for each in counted if each["case"] == case
+            window["steps_per_s"] for window in counted if window["case"] == case
         ),
         "less_percent": round(less, 2),
         "interval_95": f"{low:.2f} to {high:.2f}",
@@ -114,7 +114,7 @@ def compared(counted: Sequence[Window], case: str, none: str = NONE) -> dict[str
 
 def left_out(counted: Sequence[Window]) -> str:
     """How many windows do not count, and why; empty: all do."""
-    lost = sum(not each["case"] for each in counted)
+    lost = sum(not window["case"] for window in counted)
     why = (
         f"left out: {lost} of {len(counted)} windows, in which others took more than"
         f" {MOST_FOREIGN:.0f}%"

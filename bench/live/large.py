@@ -59,11 +59,11 @@ def write(root: Path, operators: int, steps: int) -> RunFolder:
         )
     graph.draw(folder.graph_svg)
     rewards = np.clip(np.linspace(0.1, 0.8, steps) + random.normal(0, 0.1, steps), 0, 1)
-    others = random.normal(0, 1, (64, MANY))
+    values = random.normal(0, 1, (64, MANY))
     with folder.metrics.open("w") as file:
         for step in range(1, steps + 1):
             numbers = ", ".join(
-                f'"figure_{at}": {value:.5f}' for at, value in enumerate(others[step % 64])
+                f'"figure_{at}": {value:.5f}' for at, value in enumerate(values[step % 64])
             )
             file.write(
                 f'{{"step": {step}, "node": "trainer", "seconds": {step / 4}, "reward_mean":'
@@ -73,7 +73,7 @@ def write(root: Path, operators: int, steps: int) -> RunFolder:
             )
     names = [node["name"] for node in graph_facts(graph)["nodes"]]
     for at in range(ACTIVITY):
-        said = {
+        report = {
             "replicas": 1,
             "busy": at * 0.4,
             "waiting": at * 0.5,
@@ -83,7 +83,7 @@ def write(root: Path, operators: int, steps: int) -> RunFolder:
             "rows_out": at,
         }
         folder.note_activity(
-            float(at), {name: {**said, "step": at * steps // ACTIVITY} for name in names}
+            float(at), {name: {**report, "step": at * steps // ACTIVITY} for name in names}
         )
     with Ledger.open(folder.ledger) as ledger:
         (source,) = ledger.sources("trainer")

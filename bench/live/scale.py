@@ -81,8 +81,8 @@ def main() -> int:
         with served(folder, options.operators) as port:
             for name, figures in answers(port).items():
                 report.add(case=f"answers, {case}", system=name, **figures)
-            seen = browsed(port, Path(temporary), options.picture)
-            report.add(case=f"browser, {case}", system="headless Chromium", **seen)
+            in_browser = browsed(port, Path(temporary), options.picture)
+            report.add(case=f"browser, {case}", system="headless Chromium", **in_browser)
     report.show(Console(width=max(120, Console().width)))
     return 0
 
@@ -145,19 +145,19 @@ def answers(port: int) -> dict[str, dict[str, float | int]]:
         "rollouts searched": "api/rollouts?node=trainer&search=17",
         "one rollout": "api/rollout?node=trainer&kind=step&step=100000&row=3",
     }
-    found: dict[str, dict[str, float | int]] = {}
+    by_question: dict[str, dict[str, float | int]] = {}
     for name, address in questions.items():
         took = []
         for _ in range(1 + AGAIN):
             began = time.perf_counter()
             size = len(get(port, address))
             took.append(time.perf_counter() - began)
-        found[name] = {
+        by_question[name] = {
             "first_ms": took[0] * 1e3,
             "next_ms": statistics.median(took[1:]) * 1e3,
             "bytes": size,
         }
-    return found
+    return by_question
 
 
 def browsed(

@@ -72,9 +72,9 @@ def carried(
             metrics = temporary / "runs" / "latest" / "metrics.jsonl"
             while not metrics.is_file() or len(metrics.read_bytes().splitlines()) < WARM_STEPS:
                 if running.poll() is not None or time.monotonic() > deadline:
-                    said = (temporary / "run.log").read_text()[-2000:]
+                    log_tail = (temporary / "run.log").read_text()[-2000:]
                     raise RuntimeError(
-                        f"the run made no {WARM_STEPS} steps within {START_S:.0f} s: {said}"
+                        f"the run made no {WARM_STEPS} steps within {START_S:.0f} s: {log_tail}"
                     )
                 time.sleep(0.2)
             yield metrics, running
@@ -83,11 +83,11 @@ def carried(
             end(running, END_S)
 
 
-def said_line(process: subprocess.Popen[str], who: str, within_s: float = LINE_S) -> str:
+def said_line(process: subprocess.Popen[str], name: str, within_s: float = LINE_S) -> str:
     """The next line of a process. Raises RuntimeError where it says none within so many seconds,
     after which it is killed, or has ended.
 
-    who: for the error.
+    name: for the error.
     """
     assert process.stdout is not None
     late = threading.Timer(within_s, process.kill)
@@ -98,7 +98,7 @@ def said_line(process: subprocess.Popen[str], who: str, within_s: float = LINE_S
         late.cancel()
     if not line.endswith("\n"):
         raise RuntimeError(
-            f"{who} said nothing within {within_s:.0f} s, or has ended; found {line!r:.80}; run it"
+            f"{name} said nothing within {within_s:.0f} s, or has ended; found {line!r:.80}; run it"
             " again"
         )
     return line
@@ -168,7 +168,7 @@ class Beside:
         after, passed = self._spent(), time.monotonic() - began
         took = {name: after[name] - before[name] for name in after}
         rate, steps = steps_of(place.metrics, size)
-        told = self._told()
+        counts = self._told()
         cores = os.cpu_count() or 1
         foreign = took["all"] - took["run"] - took["server"] - took["client"]
         return {
@@ -179,7 +179,7 @@ class Beside:
             "client_cpu": 100 * took["client"] / passed,
             "foreign": 100 * foreign / passed / cores,
             "idle": 100 * took["idle"] / passed / cores,
-            **told,
+            **counts,
         }
 
     def _told(self) -> dict[str, int]:
@@ -189,8 +189,8 @@ class Beside:
         assert self._clients.stdin is not None
         self._clients.stdin.write(f"{self._pages}\n")
         self._clients.stdin.flush()
-        found: dict[str, int] = json.loads(said_line(self._clients, _CLIENTS))
-        return found
+        counts: dict[str, int] = json.loads(said_line(self._clients, _CLIENTS))
+        return counts
 
     def _spent(self) -> dict[str, float]:
         """Processor seconds so far: of the run, the server, the pages, of all together, and of

@@ -102,8 +102,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         try:
             _, bare = watch(0, trainer, generator)
             for millions in options.millions:
-                facts, held = watch(millions, trainer, generator)
-                for row in lines(facts, held, bare, trainer, generator):
+                facts, by_process = watch(millions, trainer, generator)
+                for row in lines(facts, by_process, bare, trainer, generator):
                     report.add(case=f"{millions} M, {ranks}", **row)
         except Failed as failure:
             report.add(case=ranks, system="failed", skipped=str(failure)[-300:])
@@ -116,35 +116,35 @@ def watch(millions: int, trainer: int, generator: int) -> tuple[dict[str, int], 
     """
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
-        given = [
+        flags = [
             str(folder),
             f"--millions={millions}",
             f"--trainer={trainer}",
             f"--generator={generator}",
         ]
         command = [sys.executable, "-m", "bench.memory.program"]
-        for what in ("write", "facts"):
-            Program([*command, what, *given], folder / "said").wait(RUN_S)
+        for part in ("write", "facts"):
+            Program([*command, part, *flags], folder / "said").wait(RUN_S)
         return json.loads((folder / "facts.json").read_text("utf-8")), held_in(
-            folder, command, given
+            folder, command, flags
         )
 
 
-def held_in(folder: Path, command: list[str], given: list[str]) -> dict[str, Held]:
+def held_in(folder: Path, command: list[str], flags: list[str]) -> dict[str, Held]:
     """By process and run, as `trainer-0 rank 1@resume`."""
-    held: dict[str, Held] = {}
-    for what in ("run", "resume"):
-        program = Program([*command, what, *given], folder / "said")
-        goes_on, deadline = what == "resume", time.monotonic() + RUN_S
+    by_process: dict[str, Held] = {}
+    for part in ("run", "resume"):
+        program = Program([*command, part, *flags], folder / "said")
+        goes_on, deadline = part == "resume", time.monotonic() + RUN_S
         first = last_step(folder) + 1
         try:
             while not program.is_over and time.monotonic() < deadline:
-                look(program.pid, phase_of(folder, first, goes_on), held, what)
+                look(program.pid, phase_of(folder, first, goes_on), by_process, part)
                 time.sleep(SAMPLE_S)
             program.wait(1.0)
         finally:
             program.kill()
-    return held
+    return by_process
 
 
 def phase_of(folder: Path, first: int, goes_on: bool) -> str:
@@ -157,22 +157,22 @@ def phase_of(folder: Path, first: int, goes_on: bool) -> str:
     return "checkpoint" if partial else "step"
 
 
-def look(scheduler: int, phase: str, held: dict[str, Held], run: str) -> None:
+def look(scheduler: int, phase: str, by_process: dict[str, Held], run: str) -> None:
     """Read every rank once."""
     for name, process in workers(scheduler).items():
-        see(f"{name}@{run}", process.pid, phase, held)
+        see(f"{name}@{run}", process.pid, phase, by_process)
         with contextlib.suppress(psutil.Error):
             for number, rank in enumerate(
-                sorted(process.children(), key=lambda each: each.pid), start=1
+                sorted(process.children(), key=lambda rank: rank.pid), start=1
             ):
-                see(f"{name} rank {number}@{run}", rank.pid, phase, held)
+                see(f"{name} rank {number}@{run}", rank.pid, phase, by_process)
 
 
-def see(name: str, pid: int, phase: str, held: dict[str, Held]) -> None:
+def see(name: str, pid: int, phase: str, by_process: dict[str, Held]) -> None:
     """Read one process, and set its high-water mark back."""
     try:
         status = dict(
-            each.split(":", 1) for each in Path(f"/proc/{pid}/status").read_text().splitlines()
+            line.split(":", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines()
         )
         kib = {
             key: int(status[key].split()[0]) for key in ("VmHWM", "RssAnon", "RssFile", "RssShmem")
@@ -185,12 +185,12 @@ def see(name: str, pid: int, phase: str, held: dict[str, Held]) -> None:
         "shared": kib["RssShmem"] << 10,
         "file": kib["RssFile"] << 10,
     }
-    held.setdefault(name, Held()).see(phase, kib["VmHWM"] << 10, parts)
+    by_process.setdefault(name, Held()).see(phase, kib["VmHWM"] << 10, parts)
 
 
 def lines(
     facts: dict[str, int],
-    held: dict[str, Held],
+    by_process: dict[str, Held],
     bare: dict[str, Held],
     trainer: int,
     generator: int,
@@ -198,7 +198,7 @@ def lines(
     """The figures of each process: its first run, and what it was in the second."""
     model = facts["weights"]
     for name in sorted(
-        {name.split("@")[0] for name in held if name.startswith(("trainer", "generator"))}
+        {name.split("@")[0] for name in by_process if name.startswith(("trainer", "generator"))}
     ):
         if name.startswith("trainer"):
             needs = {
@@ -212,7 +212,7 @@ def lines(
         needs["needed"] = sum(needs.values())
         row: dict[str, Figure] = {"system": name}
         row |= {key: round(needs[key], 2) if key in needs else None for key in NEEDS}
-        first, again = held.get(f"{name}@run"), held.get(f"{name}@resume")
+        first, again = by_process.get(f"{name}@run"), by_process.get(f"{name}@resume")
         for phase in PHASES:
             process = again if phase == "resume" else first
             beside = bare.get(f"{name}@{'resume' if phase == 'resume' else 'run'}")

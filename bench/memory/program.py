@@ -98,12 +98,12 @@ def facts(folder: Path) -> dict[str, int]:
 
     module: Any = load_model(Model(str(folder)))
     weights = {weight.untyped_storage().data_ptr() for weight in module.parameters()}
-    kept: dict[int, torch.UntypedStorage] = {}
+    storages: dict[int, torch.UntypedStorage] = {}
 
     def keep(tensor: torch.Tensor) -> torch.Tensor:
         storage = tensor.untyped_storage()
         if storage.data_ptr() not in weights:
-            kept[storage.data_ptr()] = storage
+            storages[storage.data_ptr()] = storage
         return tensor
 
     tokens = torch.zeros(PROMPTS * GROUP, 2 + NEW_TOKENS, dtype=torch.long)
@@ -114,7 +114,7 @@ def facts(folder: Path) -> dict[str, int]:
         "layer": max(
             sum(weight.nbytes for weight in layer.parameters()) for layer in layers_of(module)
         ),
-        "activations": sum(storage.nbytes() for storage in kept.values()),
+        "activations": sum(storage.nbytes() for storage in storages.values()),
     }
 
 
@@ -126,23 +126,23 @@ def main() -> None:
     parser.add_argument("--millions", type=int, default=100)
     parser.add_argument("--trainer", type=int, default=1)
     parser.add_argument("--generator", type=int, default=1)
-    given = parser.parse_args()
-    if given.what == "write":
-        write(given.folder / "policy", SIZES[given.millions])
+    options = parser.parse_args()
+    if options.what == "write":
+        write(options.folder / "policy", SIZES[options.millions])
         return
-    if given.what == "facts":
-        (given.folder / "facts.json").write_text(
-            json.dumps(facts(given.folder / "policy")), "utf-8"
+    if options.what == "facts":
+        (options.folder / "facts.json").write_text(
+            json.dumps(facts(options.folder / "policy")), "utf-8"
         )
         return
-    goes_on = given.what == "resume"
+    goes_on = options.what == "resume"
     run(
-        build(given.folder / "policy", given.generator),
+        build(options.folder / "policy", options.generator),
         steps=STEPS + (MORE_STEPS if goes_on else 0),
-        ranks={"trainer": given.trainer},
-        runs=given.folder,
+        ranks={"trainer": options.trainer},
+        runs=options.folder,
         quiet=True,
-        resume=given.folder / "latest" if goes_on else None,
+        resume=options.folder / "latest" if goes_on else None,
     )
 
 

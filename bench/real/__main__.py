@@ -63,21 +63,21 @@ CHILDREN: Mapping[str, Callable[[str, int, argparse.Namespace], dict[str, Any]]]
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a part of the bench; the exit status is 1 when a run failed."""
-    given = list(sys.argv[1:] if arguments is None else arguments)
-    options = parsed(given)
+    argv = list(sys.argv[1:] if arguments is None else arguments)
+    options = parsed(argv)
     if options.child:
         case, name, seed, out = options.child
         Path(out).write_text(json.dumps(CHILDREN[case](name, int(seed), options)))
         return 0
     about = conditions(options.threads)
     print(", ".join(f"{name} {value}" for name, value in about.items()), flush=True)
-    lines = part_of(options)(options, given, about)
+    lines = part_of(options)(options, argv, about)
     return int(any("failed" in line for line in lines))
 
 
-def parsed(given: Sequence[str]) -> argparse.Namespace:
+def parsed(argv: Sequence[str]) -> argparse.Namespace:
     """The flags, with as many steps as the part that they ask for takes."""
-    options = parser().parse_args(given)
+    options = parser().parse_args(argv)
     if options.steps is None:
         options.steps = LEARNING_STEPS if options.parity or options.forgetting else TIMED_STEPS
     if options.systems:
@@ -100,51 +100,51 @@ def part_of(
 
 def parser() -> argparse.ArgumentParser:
     """The command line."""
-    found = argparse.ArgumentParser(
+    parser = argparse.ArgumentParser(
         prog="python -m bench.real",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    part = found.add_mutually_exclusive_group()
+    part = parser.add_mutually_exclusive_group()
     part.add_argument("--systems", action="store_true", help="beside other systems")
     part.add_argument("--asynchronous", action="store_true", help="max_staleness 4 beside 0")
     part.add_argument("--parity", action="store_true", help="accuracy by staleness")
     part.add_argument(
         "--forgetting", action="store_true", help="perplexities before and after, KL to the start"
     )
-    found.add_argument("--json", type=Path, help="file for the JSON lines")
-    found.add_argument(
+    parser.add_argument("--json", type=Path, help="file for the JSON lines")
+    parser.add_argument(
         "--steps",
         type=int,
         help=f"of a run (default {LEARNING_STEPS}; {TIMED_STEPS} where steps are only timed)",
     )
-    found.add_argument(
+    parser.add_argument(
         "--few-steps", type=int, default=2, help="of the slow systems (default: %(default)s)"
     )
-    found.add_argument(
+    parser.add_argument(
         "--max-staleness",
         type=int,
         default=4,
         help="of the default and of --forgetting (%(default)s)",
     )
-    found.add_argument("--only", nargs="+", help="of the part's runs only these, by name")
-    found.add_argument(
+    parser.add_argument("--only", nargs="+", help="of the part's runs only these, by name")
+    parser.add_argument(
         "--points", type=int, default=4, help="evaluations within a run of --parity (%(default)s)"
     )
-    found.add_argument(
+    parser.add_argument(
         "--samples", type=int, default=2, help="of each question at the end (default: %(default)s)"
     )
-    found.add_argument(
+    parser.add_argument(
         "--kl", nargs="+", type=float, default=[0.0, 0.05], help="of --forgetting (default 0 0.05)"
     )
-    found.add_argument(
+    parser.add_argument(
         "--gsm8k", type=Path, help="folder with GSM8K's test split, for --forgetting"
     )
-    found.add_argument(
+    parser.add_argument(
         "--child", nargs=4, metavar=("CASE", "NAME", "SEED", "FILE"), help=argparse.SUPPRESS
     )
-    add_flags(found)
-    return found
+    add_flags(parser)
+    return parser
 
 
 def conditions(threads: int) -> dict[str, Figure]:

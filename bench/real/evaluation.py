@@ -19,19 +19,21 @@ def accuracies(task: Task, folder: str, *, samples: int, seed: int = 0) -> dict[
     `question_error`: standard error of `accuracy` over the questions; runs that answer the same
     questions share most of it.
     """
-    held = replace(task, policy=folder)
-    found = {}
+    held_out_task = replace(task, policy=folder)
+    rewards = {}
     for name, count, temperature in (("accuracy", samples, 1.0), ("greedy", 1, 0.0)):
         g = Graph(name)
         prompts = task.prompts(task.held_out, name="held_out", epochs=1, group_size=count)
-        stream = find("number")(held.generator(temperature=temperature)(g.source(prompts)))
+        stream = find("number")(held_out_task.generator(temperature=temperature)(g.source(prompts)))
         table = collect(stream, rows=count * len(task.held_out), seed=seed)
-        found[name] = np.array(table.column("reward").to_pylist(), float).reshape(-1, count).mean(1)
-    each = found["accuracy"]
+        rewards[name] = (
+            np.array(table.column("reward").to_pylist(), float).reshape(-1, count).mean(1)
+        )
+    sampled = rewards["accuracy"]
     return {
-        "accuracy": float(each.mean()),
-        "question_error": float(each.std(ddof=1) / len(each) ** 0.5),
-        "greedy": float(found["greedy"].mean()),
-        "questions": len(each),
+        "accuracy": float(sampled.mean()),
+        "question_error": float(sampled.std(ddof=1) / len(sampled) ** 0.5),
+        "greedy": float(rewards["greedy"].mean()),
+        "questions": len(sampled),
         "samples": samples,
     }

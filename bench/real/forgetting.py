@@ -37,20 +37,20 @@ SHOWN = ("accuracy", "greedy", "english_ppl", "gsm8k_ppl", "kl")
 
 
 def forgetting(
-    options: argparse.Namespace, given: Sequence[str], about: Mapping[str, Figure]
+    options: argparse.Namespace, flags: Sequence[str], about: Mapping[str, Figure]
 ) -> list[Line]:
     """The model at the start, and after training with each --kl."""
     names = chosen(options, (START, *(f"kl-{kl:g}" for kl in options.kl)))
     trained = [(name, seed) for seed in range(options.seeds) for name in names if name != START]
-    wanted = [(name, 0) for name in names if name == START] + trained
-    lines = made_once(options, CASE, wanted, given=given, about=about, told=told)
+    runs = [(name, 0) for name in names if name == START] + trained
+    lines = made_once(options, CASE, runs, flags=flags, about=about, describe=told)
     table = Report("real")
     for name in dict.fromkeys(line["system"] for line in lines):
         mine = [line for line in lines if line["system"] == name and "failed" not in line]
-        found: dict[str, Any] = {"runs": len(mine)}
+        row: dict[str, Any] = {"runs": len(mine)}
         for key in SHOWN:
-            found |= {key: mean(mine, key), f"{key} error": error(mine, key)}
-        table.add(case=f"{CASE}: {setting_of(options)}", system=name, **found)
+            row |= {key: mean(mine, key), f"{key} error": error(mine, key)}
+        table.add(case=f"{CASE}: {setting_of(options)}", system=name, **row)
     table.show(Console(width=max(150, Console().width)))
     if options.gsm8k is None:
         print("gsm8k_ppl, skipped: give --gsm8k FOLDER with its test.jsonl or Parquet files")
@@ -89,15 +89,15 @@ def knows(task: Task, folder: Path, start: Path, options: argparse.Namespace) ->
     """Accuracy, perplexities, and the distance from the start on answers of its own."""
     model, tokenizer = loaded(folder)
     torch.set_num_threads(options.threads)
-    found: dict[str, Any] = {
+    figures: dict[str, Any] = {
         "english_ppl": perplexity(model, windows(tokenizer, ENGLISH.read_text("utf-8")))
     }
     if options.gsm8k is not None:
-        found["gsm8k_ppl"] = perplexity(model, solutions(tokenizer, options.gsm8k))
+        figures["gsm8k_ppl"] = perplexity(model, solutions(tokenizer, options.gsm8k))
     first, _ = loaded(start)
-    found["kl"], found["kl_tokens"] = kl_of(model, first, answers(task, folder))
+    figures["kl"], figures["kl_tokens"] = kl_of(model, first, answers(task, folder))
     del model, first
-    return found | accuracies(task, str(folder), samples=options.samples)
+    return figures | accuracies(task, str(folder), samples=options.samples)
 
 
 def loaded(folder: Path) -> tuple[Any, Any]:
@@ -131,12 +131,12 @@ def solutions(tokenizer: Any, folder: Path) -> Iterator[Scored]:
 
 def rows_of_gsm8k(folder: Path) -> list[dict[str, str]]:
     """Questions and answers of the test split."""
-    if found := sorted(folder.rglob("*test*.jsonl")):
-        return [json.loads(line) for line in found[0].read_text(encoding="utf-8").splitlines()]
-    if found := sorted(folder.rglob("*test*.parquet")):
+    if files := sorted(folder.rglob("*test*.jsonl")):
+        return [json.loads(line) for line in files[0].read_text(encoding="utf-8").splitlines()]
+    if files := sorted(folder.rglob("*test*.parquet")):
         import pyarrow.parquet
 
-        rows: list[dict[str, str]] = pyarrow.parquet.read_table(found[0]).to_pylist()
+        rows: list[dict[str, str]] = pyarrow.parquet.read_table(files[0]).to_pylist()
         return rows
     raise SystemExit(
         f"--gsm8k {folder} has no test split; found no *test*.jsonl and no *test*.parquet"
@@ -147,10 +147,10 @@ def rows_of_gsm8k(folder: Path) -> list[dict[str, str]]:
 def perplexity(model: Any, texts: Iterator[Scored]) -> float:
     """exp of the mean negative log-probability of the scored tokens."""
     total, count = 0.0, 0
-    for ids, given in texts:
+    for ids, prompt_tokens in texts:
         tokens = torch.tensor(ids)
         logprobs = model(input_ids=tokens[None, :-1], use_cache=False).logits[0].log_softmax(-1)
-        scored = logprobs.gather(1, tokens[1:, None])[given - 1 :, 0].double()
+        scored = logprobs.gather(1, tokens[1:, None])[prompt_tokens - 1 :, 0].double()
         total, count = total - float(scored.sum()), count + len(scored)
     return math.exp(total / count)
 
@@ -159,13 +159,14 @@ def answers(task: Task, folder: Path) -> list[Scored]:
     """What the model in a folder answers to held-out questions, sampled."""
     from dataflow import Graph, collect
 
-    held = replace(task, policy=str(folder), weights="model", dtype="float32")
+    held_out_task = replace(task, policy=str(folder), weights="model", dtype="float32")
     g = Graph("answers")
     prompts = task.prompts(
         task.held_out[:KL_QUESTIONS], name="held_out", epochs=1, group_size=KL_SAMPLES
     )
     table = collect(
-        held.generator()(g.source(prompts)), rows=KL_SAMPLES * min(KL_QUESTIONS, len(task.held_out))
+        held_out_task.generator()(g.source(prompts)),
+        rows=KL_SAMPLES * min(KL_QUESTIONS, len(task.held_out)),
     )
     tokens, masks = table.column("tokens").to_pylist(), table.column("mask").to_pylist()
     return [
@@ -179,11 +180,11 @@ def kl_of(model: Any, first: Any, texts: Sequence[Scored]) -> tuple[float, int]:
     vocabulary; their number.
     """
     total, count = 0.0, 0
-    for ids, given in texts:
+    for ids, prompt_tokens in texts:
         tokens = torch.tensor(ids)[None, :-1]
         new, old = (
-            each(input_ids=tokens, use_cache=False).logits[0, given - 1 :].log_softmax(-1)
-            for each in (model, first)
+            part(input_ids=tokens, use_cache=False).logits[0, prompt_tokens - 1 :].log_softmax(-1)
+            for part in (model, first)
         )
         total, count = total + float((new.exp() * (new - old)).double().sum()), count + len(new)
     return total / count, count

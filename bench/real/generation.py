@@ -115,8 +115,8 @@ class HfStep:
         self._end = tokenizer.eos_token_id
         pad = self._end if tokenizer.pad_token_id is None else tokenizer.pad_token_id
         rows = [
-            ([pad] * (width - len(each)) + each.tolist(), len(each))
-            for each in ids
+            ([pad] * (width - len(prompt)) + prompt.tolist(), len(prompt))
+            for prompt in ids
             for _ in range(task.group_size)
         ]
         self._ids = torch.tensor([row for row, _ in rows])
@@ -128,7 +128,7 @@ class HfStep:
         torch.manual_seed(seed)
         began = time.perf_counter()
         with torch.inference_mode():
-            found = self._model.generate(
+            output = self._model.generate(
                 self._ids,
                 attention_mask=self._mask,
                 max_new_tokens=self._task.max_tokens,
@@ -139,8 +139,8 @@ class HfStep:
                 pad_token_id=self._pad,
             )
         seconds = time.perf_counter() - began
-        made = found[:, self._ids.shape[1] :]
-        return Drawn(seconds, sum(completion_tokens(row, self._end) for row in made.tolist()))
+        drawn = output[:, self._ids.shape[1] :]
+        return Drawn(seconds, sum(completion_tokens(row, self._end) for row in drawn.tolist()))
 
     def close(self) -> None:
         """Nothing is held beside the model."""
@@ -160,12 +160,12 @@ def paced(step: EngineStep | HfStep, task: Task, repeats: int) -> dict[str, Figu
     step.run(0)
     drawn = [step.run(seed) for seed in range(1, repeats + 1)]
     return {
-        "seconds": statistics.median(each.seconds for each in drawn),
+        "seconds": statistics.median(draw.seconds for draw in drawn),
         "rollouts_per_s": statistics.median(
-            task.rollouts_per_step / each.seconds for each in drawn
+            task.rollouts_per_step / draw.seconds for draw in drawn
         ),
-        "tokens_per_s": statistics.median(each.tokens / each.seconds for each in drawn),
-        "tokens": statistics.median(each.tokens for each in drawn),
+        "tokens_per_s": statistics.median(draw.tokens / draw.seconds for draw in drawn),
+        "tokens": statistics.median(draw.tokens for draw in drawn),
         "repeats": repeats,
     }
 
@@ -196,20 +196,20 @@ def stages(step: EngineStep) -> Counts:
         rows, alike = engine.rows.n, None if engine.fused is None else engine.rows.distinct()
         computed = rows if alike is None else len(alike[0])
         began = time.perf_counter()
-        found = forward(new)
+        output = forward(new)
         stage = "prefill" if new else "decode"
         spent[f"{stage}_s"] += time.perf_counter() - began
         spent[f"{stage}_rows"] += len(new) if new else rows
         spent["decode_computed"] += 0 if new else computed
         spent["prefill_tokens"] += sum(prefix.new for prefix in new)
         spent["decode_steps"] += not new
-        return found
+        return output
 
     def timed_draw(*arguments: Any, **knobs: Any) -> Any:
         began = time.perf_counter()
-        found = draw(*arguments, **knobs)
+        output = draw(*arguments, **knobs)
         spent["draw_s"] += time.perf_counter() - began
-        return found
+        return output
 
     with (
         mock.patch.object(engine, "_forward", timed_forward),

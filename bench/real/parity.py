@@ -49,16 +49,14 @@ policy's own."""
 
 
 def parity(
-    options: argparse.Namespace, given: Sequence[str], about: Mapping[str, Figure]
+    options: argparse.Namespace, flags: Sequence[str], about: Mapping[str, Figure]
 ) -> list[Line]:
     """Every arm and seed that FILE lacks, each in a process of its own; table and picture of all.
 
-    given: the command line, which each run gets as well. about: the conditions.
+    flags: the command line, which each run gets as well. about: the conditions.
     """
-    wanted = [
-        (name, seed) for seed in range(options.seeds) for name in chosen(options, tuple(ARMS))
-    ]
-    lines = made_once(options, CASE, wanted, given=given, about=about, told=told)
+    runs = [(name, seed) for seed in range(options.seeds) for name in chosen(options, tuple(ARMS))]
+    lines = made_once(options, CASE, runs, flags=flags, about=about, describe=told)
     show(lines, setting_of(options))
     print(DIFFERS, flush=True)
     if options.json is not None:
@@ -77,11 +75,11 @@ never waits, weights that change in the midst of a rollout.
 `error`: standard error of the mean over the seeds; `difference`: to aipo-0 with the same seed."""
 
 
-def told(found: Mapping[str, Any]) -> str:
+def told(line: Mapping[str, Any]) -> str:
     """One run in a line."""
     return (
-        f"accuracy {found['first']:.3f} to {found['accuracy']:.3f} (greedy {found['greedy']:.3f}),"
-        f" staleness {found['staleness']:.2f}, {found['seconds']:.0f} s"
+        f"accuracy {line['first']:.3f} to {line['accuracy']:.3f} (greedy {line['greedy']:.3f}),"
+        f" staleness {line['staleness']:.2f}, {line['seconds']:.0f} s"
     )
 
 
@@ -92,8 +90,8 @@ def show(lines: Sequence[Mapping[str, Any]], setting: str) -> None:
         table.add(case=f"{CASE}, {setting}", **row)
     for name in dict.fromkeys(line["system"] for line in lines):
         mine = [line for line in lines if line["system"] == name and "failed" not in line]
-        found: dict[str, Any] = {key: mean(mine, key) for key in STALENESS}
-        table.add(case="staleness of what was trained", system=name, **found)
+        staleness: dict[str, Any] = {key: mean(mine, key) for key in STALENESS}
+        table.add(case="staleness of what was trained", system=name, **staleness)
     table.show(Console(width=max(140, Console().width)))
 
 
@@ -114,13 +112,13 @@ def learnt(lines: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     rows = []
     for row in summary(lines, "aipo-0"):
         mine = [line for line in lines if line["system"] == row["system"] and "failed" not in line]
-        found: dict[str, Figure] = {"system": row["system"], "runs": row["runs"]}
+        figures: dict[str, Figure] = {"system": row["system"], "runs": row["runs"]}
         if mine:
-            found |= {"accuracy": row["accuracy"], "error": error(mine, "accuracy")}
-            found |= {"difference": row.get("difference"), "its error": row.get("error")}
-            found |= {"greedy": mean(mine, "greedy"), "greedy error": error(mine, "greedy")}
-            found |= {"first": mean(mine, "first"), "rollouts": mean(mine, "rollouts")}
-        rows.append(found)
+            figures |= {"accuracy": row["accuracy"], "error": error(mine, "accuracy")}
+            figures |= {"difference": row.get("difference"), "its error": row.get("error")}
+            figures |= {"greedy": mean(mine, "greedy"), "greedy error": error(mine, "greedy")}
+            figures |= {"first": mean(mine, "first"), "rollouts": mean(mine, "rollouts")}
+        rows.append(figures)
     return rows
 
 
@@ -151,12 +149,12 @@ def run_arm(name: str, seed: int, options: argparse.Namespace) -> dict[str, Figu
     )
     with tempfile.TemporaryDirectory() as runs:
         result, last = run_to_end(graph, seed, runs)
-        found = figures(task, result.metrics, len(rows)) | accuracies(
+        figures_of_arm = figures(task, result.metrics, len(rows)) | accuracies(
             task, str(last), samples=options.samples
         )
-        curve = curve_of(found)
-        curve[-1] = (curve[-1][0], float(found["accuracy"] or 0.0))
-        return found | {
+        curve = curve_of(figures_of_arm)
+        curve[-1] = (curve[-1][0], float(figures_of_arm["accuracy"] or 0.0))
+        return figures_of_arm | {
             "curve": json.dumps(curve),
             "seconds": result.seconds,
             "efficiency": result.efficiency,

@@ -41,16 +41,16 @@ def run_to_end(graph: Graph, seed: int, runs: str) -> tuple[Result, Path]:
 def made_once(
     options: argparse.Namespace,
     case: str,
-    wanted: Sequence[tuple[str, int]],
+    runs: Sequence[tuple[str, int]],
     *,
-    given: Sequence[str],
+    flags: Sequence[str],
     about: Mapping[str, Figure],
-    told: Callable[[Line], str],
+    describe: Callable[[Line], str],
 ) -> list[Line]:
     """A line for each system and seed: those that the JSON file has, the others measured now, one
     after the other.
 
-    given: the command line, which each run gets as well. about: the conditions, which stand in each
+    flags: the command line, which each run gets as well. about: the conditions, which stand in each
     line. Errors: SystemExit where the file has other runs.
     """
     setting = setting_of(options)
@@ -58,16 +58,16 @@ def made_once(
     report = Report("real", options.json)
     for line in lines:
         report.add(**line)
-    there = {(line["system"], line["seed"]) for line in lines}
-    for system, seed in wanted:
-        if (system, seed) in there:
+    finished_runs = {(line["system"], line["seed"]) for line in lines}
+    for system, seed in runs:
+        if (system, seed) in finished_runs:
             print(f"{system} with seed {seed}: stands in {options.json}", flush=True)
             continue
         memory = PeakMemory()
-        found = figures_of(
+        figures = figures_of(
             "bench.real",
             [case, system, str(seed)],
-            given,
+            flags,
             timeout_s=RUN_TIMEOUT_S,
             environment=environment(system, options.threads),
             watch=memory.look,
@@ -79,11 +79,11 @@ def made_once(
             "setting": setting,
             "peak_mib": memory.most / MIB,
         }
-        line |= {**found, **about}
+        line |= {**figures, **about}
         report.add(**line)
         lines.append(line)
-        why = found.get("failed") or found.get("skipped")
-        print(f"{system} with seed {seed}: {why or told(line)}", flush=True)
+        why = figures.get("failed") or figures.get("skipped")
+        print(f"{system} with seed {seed}: {why or describe(line)}", flush=True)
     return lines
 
 
@@ -115,11 +115,12 @@ def finished(path: Path | None, case: str, setting: str) -> list[Line]:
     if path is None or not path.is_file():
         return []
     lines = [json.loads(line) for line in path.read_text().splitlines()]
-    others = {(line["case"], line.get("setting", "")) for line in lines} - {(case, setting)}
-    if others:
-        found = ", ".join(min(others))
+    other_cases = {(line["case"], line.get("setting", "")) for line in lines} - {(case, setting)}
+    if other_cases:
+        other_case = ", ".join(min(other_cases))
         raise SystemExit(
-            f"{path} holds runs of {found}, but these are {case}, {setting}; give another --json"
+            f"{path} holds runs of {other_case}, but these are {case}, {setting}; give another"
+            " --json"
             " FILE"
         )
     return [

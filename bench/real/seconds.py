@@ -44,16 +44,16 @@ STAGES = ("wait", "forward_backward", "optimizer", "settle", "record", "publish"
 
 
 def seconds(
-    options: argparse.Namespace, given: Sequence[str], about: Mapping[str, Figure]
+    options: argparse.Namespace, flags: Sequence[str], about: Mapping[str, Figure]
 ) -> list[Line]:
     """Every part once, in a process of its own, and a table of each kind."""
     lines = made_once(
         options,
         CASE,
         [(part, 0) for part in chosen(options, PARTS)],
-        given=given,
+        flags=flags,
         about=about,
-        told=told,
+        describe=told,
     )
     hidden = {"case", "setting", "seed", "failed", *about}
     table = Report("real")
@@ -95,10 +95,10 @@ def run_part(name: str, options: argparse.Namespace) -> dict[str, Any]:
 
 def peaks(threads: int) -> dict[str, Figure]:
     """1e9 operations per second of products, and GB per second read."""
-    found: dict[str, Figure] = {
-        f"{each}_gflops": matmul_peak(each, threads) / 1e9 for each in BYTES
+    by_name: dict[str, Figure] = {
+        f"{dtype}_gflops": matmul_peak(dtype, threads) / 1e9 for dtype in BYTES
     }
-    return found | {"read_gb_per_s": read_bandwidth(threads) / 1e9}
+    return by_name | {"read_gb_per_s": read_bandwidth(threads) / 1e9}
 
 
 def of_run(task: Task, options: argparse.Namespace) -> dict[str, Figure]:
@@ -162,7 +162,7 @@ def of_trainer(task: Task, threads: int) -> dict[str, Figure]:
         spent["heads"] = spent.get("heads", 0.0) + len(packed.heads_U)
         return packed
 
-    found = []
+    turns = []
     for _ in range(REPEATS + 1):
         spent.clear()
         with (
@@ -183,8 +183,8 @@ def of_trainer(task: Task, threads: int) -> dict[str, Figure]:
         ended = time.perf_counter()
         spent |= {"update_s": ended - computed, "step_s": ended - began}
         spent["rest_s"] = computed - began - spent["forward_s"] - spent["backward_s"]
-        found.append(dict(spent))
-    middle = {name: statistics.median(each[name] for each in found[1:]) for name in found[-1]}
+        turns.append(dict(spent))
+    middle = {name: statistics.median(turn[name] for turn in turns[1:]) for name in turns[-1]}
     layers, head = matrices(learner.module)
     operations = 6 * (layers * middle["nodes"] + head * middle["heads"])
     flops = operations / (middle["forward_s"] + middle["backward_s"])
@@ -246,7 +246,7 @@ def of_generator(task: Task, threads: int) -> dict[str, Figure]:
     from operators.models.loading import load_merged
 
     with opened(task, threads) as step:
-        found = paced(step, task, REPEATS)
+        figures = paced(step, task, REPEATS)
         spent = stages(step)
         count = step.engine.model.config.num_hidden_layers
     fewer = max(1, count // 2)
@@ -254,7 +254,7 @@ def of_generator(task: Task, threads: int) -> dict[str, Figure]:
         step.run(0)
         half = stages(step)
     layers, head = matrices(load_merged(task.model, device="cpu")[0])
-    a_step, a_half = (each["decode_s"] / each["decode_steps"] for each in (spent, half))
+    a_step, a_half = (measure["decode_s"] / measure["decode_steps"] for measure in (spent, half))
     a_layer = (a_step - a_half) / max(1, count - fewer)
     head_s = max(0.0, a_step - count * a_layer) if count > fewer else None
     prefilled = (
@@ -264,7 +264,7 @@ def of_generator(task: Task, threads: int) -> dict[str, Figure]:
     products = "int8" if task.weights == "int8_dynamic" else task.dtype
     peak, read = matmul_peak(products, threads), read_bandwidth(threads)
     weights = layers * BYTES[products] + head * BYTES[task.dtype]
-    return found | {
+    return figures | {
         "prefill_s": spent["prefill_s"],
         "decode_s": spent["decode_s"],
         "draw_s": spent["draw_s"],

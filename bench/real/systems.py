@@ -49,21 +49,21 @@ SHOWN = {
 
 
 def systems(
-    options: argparse.Namespace, given: Sequence[str], about: Mapping[str, Figure]
+    options: argparse.Namespace, flags: Sequence[str], about: Mapping[str, Figure]
 ) -> list[Line]:
     """Every system once, in a process of its own; a table of loops and one of generators."""
-    wanted = [(name, 0) for name in chosen(options, SYSTEMS)]
-    lines = made_once(options, CASE, wanted, given=given, about=about, told=told)
+    runs = [(name, 0) for name in chosen(options, SYSTEMS)]
+    lines = made_once(options, CASE, runs, flags=flags, about=about, describe=told)
     show(lines, {"whole loops": LOOPS, "generators alone": GENERATORS}, setting_of(options))
     return lines
 
 
 def asynchronous(
-    options: argparse.Namespace, given: Sequence[str], about: Mapping[str, Figure]
+    options: argparse.Namespace, flags: Sequence[str], about: Mapping[str, Figure]
 ) -> list[Line]:
     """Our graph with max_staleness 0 and 4, in turns over the seeds."""
-    wanted = [(name, seed) for seed in range(options.seeds) for name in chosen(options, PACE)]
-    lines = made_once(options, PACE_CASE, wanted, given=given, about=about, told=told)
+    runs = [(name, seed) for seed in range(options.seeds) for name in chosen(options, PACE)]
+    lines = made_once(options, PACE_CASE, runs, flags=flags, about=about, describe=told)
     show(lines, {"asynchronous beside synchronous": PACE}, setting_of(options))
     return lines
 
@@ -78,8 +78,10 @@ def show(lines: Sequence[Line], tables: Mapping[str, Sequence[str]], setting: st
             mine = [line for line in lines if line["system"] == name]
             good = [line for line in mine if "failed" not in line and "skipped" not in line]
             if mine:
-                found: dict[str, Any] = dict(medians(good)) if good else dict(mine[0])
-                shown = {SHOWN[key]: found.get(key) for key in SHOWN if found.get(key) is not None}
+                middle: dict[str, Any] = dict(medians(good)) if good else dict(mine[0])
+                shown = {
+                    SHOWN[key]: middle.get(key) for key in SHOWN if middle.get(key) is not None
+                }
                 table.add(case=f"{title}: {setting}", system=name, runs=len(good), **shown)
     table.show(Console(width=max(140, Console().width)))
 

@@ -127,38 +127,38 @@ class Task:
 def add_flags(parser: argparse.ArgumentParser) -> None:
     """The flags that `task_of` reads; what graphs.arithmetic has as well is as it is there."""
     usual = {field.name: field.default for field in fields(questions.QuestionTask)}
-    found = parser.add_argument_group("the task")
-    found.add_argument(
+    flags = parser.add_argument_group("the task")
+    flags.add_argument(
         "--policy", default=usual["policy"], help="folder, id or package (default: %(default)s)"
     )
-    found.add_argument("--task", choices=TASKS, default=usual["task"], help="default: %(default)s")
+    flags.add_argument("--task", choices=TASKS, default=usual["task"], help="default: %(default)s")
     for name in ("prompts_per_step", "group_size", "max_tokens"):
-        found.add_argument(
+        flags.add_argument(
             f"--{name.replace('_', '-')}",
             type=int,
             default=usual[name],
             help="default: %(default)s",
         )
-    found.add_argument("--lr", type=float, default=usual["lr"], help="default: %(default)s")
-    found.add_argument(
+    flags.add_argument("--lr", type=float, default=usual["lr"], help="default: %(default)s")
+    flags.add_argument(
         "--dtype",
         choices=("float32", "bfloat16"),
         default=usual["dtype"],
         help="default: %(default)s",
     )
-    found.add_argument(
+    flags.add_argument(
         "--weights", choices=WEIGHTS, default="model", help="of the generator's linear layers"
     )
-    found.add_argument(
+    flags.add_argument(
         "--no-chat",
         action="store_true",
         help="prompts as they stand, for a model without a template",
     )
-    found.add_argument(
+    flags.add_argument(
         "--threads", type=int, default=2, help="of systems that settle none (default: %(default)s)"
     )
-    found.add_argument("--seeds", type=int, default=3, help="default: %(default)s")
-    found.add_argument(
+    flags.add_argument("--seeds", type=int, default=3, help="default: %(default)s")
+    flags.add_argument(
         "--questions", type=int, default=512, help="that are held out (default: %(default)s)"
     )
 
@@ -195,5 +195,5 @@ def folder_of(policy: str) -> Path:
 def distinct(task: str, count: int) -> tuple[Row, ...]:
     """So many held-out questions, each once; fewer where the task has no more."""
     drawn = questions.rows(task, DRAWN * count, seed=1, held_out=True)
-    found = {row["prompt"]: row for row in drawn}
-    return tuple(found.values())[:count]
+    by_prompt = {row["prompt"]: row for row in drawn}
+    return tuple(by_prompt.values())[:count]

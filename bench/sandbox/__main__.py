@@ -91,17 +91,17 @@ def world() -> Iterator[World]:
             listener.bind(addresses[name])  # type: ignore[arg-type]
             listener.listen()
             listener.setblocking(False)
-        made = World(home, listeners["tcp"].getsockname()[1], abstract)
-        (home / "secret").write_text(made.secret)
-        os.environ[_SECRET] = made.secret
+        attacked = World(home, listeners["tcp"].getsockname()[1], abstract)
+        (home / "secret").write_text(attacked.secret)
+        os.environ[_SECRET] = attacked.secret
         try:
-            yield made
+            yield attacked
         finally:
             del os.environ[_SECRET]
             for name, listener in listeners.items():
                 with contextlib.suppress(BlockingIOError):
                     listener.accept()[0].close()
-                    made.reached.append(name)
+                    attacked.reached.append(name)
 
 
 _LAST_BREATH_S = 2.0
@@ -112,42 +112,42 @@ def _alive() -> set[int]:
     """Processes below this one; those that have ended and wait for whoever takes their status are
     not among them.
     """
-    found = set()
+    pids = set()
     for child in psutil.Process().children(recursive=True):
         with contextlib.suppress(psutil.NoSuchProcess):
             if child.status() != psutil.STATUS_ZOMBIE:
-                found.add(child.pid)
-    return found
+                pids.add(child.pid)
+    return pids
 
 
 def attack(hostile: Hostile) -> Result:
     """Run a hostile program in a new world, and look at what it has done."""
     before = _alive()
-    with world() as made:
-        kept = sorted(path.name for path in made.home.iterdir())
-        program = made.filled(hostile.program)
-        test = ScriptTest("") if hostile.test is None else PythonTest(made.filled(hostile.test))
+    with world() as attacked:
+        before_names = sorted(path.name for path in attacked.home.iterdir())
+        program = attacked.filled(hostile.program)
+        test = ScriptTest("") if hostile.test is None else PythonTest(attacked.filled(hostile.test))
         began = time.monotonic()
         with _peak(before) as peak:
             (outcome,) = run(program, [test], LIMITS)
         seconds = time.monotonic() - began
         deadline = time.monotonic() + _LAST_BREATH_S
-        while (left := _alive() - before) and time.monotonic() < deadline:
+        while (orphans := _alive() - before) and time.monotonic() < deadline:
             time.sleep(0.01)
-        changed = sorted(path.name for path in made.home.iterdir()) != kept
-    said = f"{outcome.output} {outcome.note}"
-    found = {
+        changed = sorted(path.name for path in attacked.home.iterdir()) != before_names
+    printed = f"{outcome.output} {outcome.note}"
+    faults = {
         "it says so": "ESCAPED" in outcome.output,
-        "it has the secret": made.secret in (outcome.output if hostile.test else said),
+        "it has the secret": attacked.secret in (outcome.output if hostile.test else printed),
         "it passed the test": hostile.test is not None and outcome.passed,
-        "it reached a socket": bool(made.reached),
+        "it reached a socket": bool(attacked.reached),
         "it changed the home folder": changed,
-        "it left processes": bool(left),
+        "it left processes": bool(orphans),
         "it took too long": seconds > LONGEST_S,
         "it took too much memory": peak[0] > LARGEST_BYTES,
     }
     return Result(
-        outcome, seconds, peak[0], tuple(fault for fault, is_so in found.items() if is_so)
+        outcome, seconds, peak[0], tuple(fault for fault, is_so in faults.items() if is_so)
     )
 
 
@@ -160,11 +160,11 @@ def _peak(before: set[int]) -> Iterator[list[int]]:
 
     def sample() -> None:
         while not is_over.wait(0.05):
-            held = 0
+            total = 0
             for child in psutil.Process().children(recursive=True):
                 with contextlib.suppress(psutil.Error):
-                    held += 0 if child.pid in before else child.memory_info().rss
-            peak[0] = max(peak[0], held)
+                    total += 0 if child.pid in before else child.memory_info().rss
+            peak[0] = max(peak[0], total)
 
     sampler = threading.Thread(target=sample)
     sampler.start()
@@ -203,14 +203,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--json", type=Path)
     parser.add_argument("--repeats", type=int, default=20)
-    given = parser.parse_args()
+    options = parser.parse_args()
     if (wrong := fault()) is not None:
         raise SystemExit(wrong)
-    report = Report("sandbox", given.json)
+    report = Report("sandbox", options.json)
     for group, programs in GROUPS.items():
         for hostile in programs:
             result = attack(hostile)
-            said = (result.outcome.note or result.outcome.output).strip().splitlines() or [
+            lines = (result.outcome.note or result.outcome.output).strip().splitlines() or [
                 "(nothing)"
             ]
             figures = {"seconds": round(result.seconds, 2), "peak_mb": result.peak_bytes >> 20}
@@ -219,18 +219,18 @@ def main() -> None:
                 case=group,
                 system=hostile.tries,
                 contained=contained,
-                it_met=said[-1][:70],
+                it_met=lines[-1][:70],
                 **figures,
             )
     for tests in (1, 3, 30):
         report.add(
-            case="cost of a sandbox", system=f"{tests} assertions", **cost(tests, given.repeats)
+            case="cost of a sandbox", system=f"{tests} assertions", **cost(tests, options.repeats)
         )
     for at_once in (1, 2, 4):
         report.add(
             case="sandboxes per second",
             system=f"{at_once} at once",
-            per_s=rate(at_once, 2 * given.repeats),
+            per_s=rate(at_once, 2 * options.repeats),
         )
     report.show()
 

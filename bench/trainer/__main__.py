@@ -54,8 +54,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     with tempfile.TemporaryDirectory() as folder:
         policy = make_policy(Path(folder) / "policy", options.model)
         for index, case in enumerate(steps):
-            left = until - time.monotonic() - HEAD_S * ("head" in options.cases)
-            failed |= run_case(case, policy, options, report, left / (len(steps) - index))
+            remaining_s = until - time.monotonic() - HEAD_S * ("head" in options.cases)
+            failed |= run_case(case, policy, options, report, remaining_s / (len(steps) - index))
     if "head" in options.cases:
         _head(report, options.threads, until - time.monotonic())
     report.show(Console(width=max(WIDTH, Console().width)))
@@ -64,38 +64,38 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def parser() -> argparse.ArgumentParser:
     """The command line."""
-    found = argparse.ArgumentParser(
+    parser = argparse.ArgumentParser(
         prog="python -m bench.trainer",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    found.add_argument("--json", type=Path, help="file for the JSON lines")
-    found.add_argument(
+    parser.add_argument("--json", type=Path, help="file for the JSON lines")
+    parser.add_argument(
         "--minutes", type=float, default=6.0, help="for everything together (default 6)"
     )
-    found.add_argument("--repeats", type=int, default=5, help="turns of every system (default 5)")
-    found.add_argument(
+    parser.add_argument("--repeats", type=int, default=5, help="turns of every system (default 5)")
+    parser.add_argument(
         "--cases",
         nargs="+",
         choices=(*CASES, "head"),
         default=[*CASES, "head"],
         help="default: all",
     )
-    found.add_argument(
+    parser.add_argument(
         "--systems", nargs="+", choices=SYSTEMS, default=list(SYSTEMS), help="default: all"
     )
-    found.add_argument(
+    parser.add_argument(
         "--model",
         choices=tuple(SIZES),
         default="small",
         help="1.1 or 20 million parameters, or tiny",
     )
-    found.add_argument("--groups", type=int, default=8, help="of 8 rollouts in a step (default 8)")
-    found.add_argument(
+    parser.add_argument("--groups", type=int, default=8, help="of 8 rollouts in a step (default 8)")
+    parser.add_argument(
         "--rows", type=int, default=8, help="rollouts of a padded forward and backward (default 8)"
     )
-    found.add_argument("--threads", type=int, default=2, help="of every system (default 2)")
-    return found
+    parser.add_argument("--threads", type=int, default=2, help="of every system (default 2)")
+    return parser
 
 
 def run_case(
@@ -120,9 +120,9 @@ def run_case(
             try:
                 system = OPEN[name](setting)
                 system.step()
-                found = gradient(system)
-                first = found if first is None else first
-                gaps[name], opened[name] = float((found - first).norm()), system
+                flat = gradient(system)
+                first = flat if first is None else first
+                gaps[name], opened[name] = float((flat - first).norm()), system
             except Exception as error:
                 without[name] = {"failed": f"{type(error).__name__}: {str(error)[:200]}"}
     turns: dict[str, list[float]] = {name: [] for name in opened}
@@ -159,14 +159,14 @@ def figures(name: str, turns: Mapping[str, Sequence[float]], tokens: int) -> dic
     """The figures of a row from every system's seconds, turn by turn."""
     mine = turns[name]
     middle = statistics.median(mine)
-    found: dict[str, Figure] = {"tokens_per_s": tokens / middle, "seconds": middle}
-    for other in ("padded", "trl"):
-        theirs = turns.get(other)
+    row: dict[str, Figure] = {"tokens_per_s": tokens / middle, "seconds": middle}
+    for rival in ("padded", "trl"):
+        theirs = turns.get(rival)
         if theirs:
-            found[f"over_{other}"] = statistics.median(
+            row[f"over_{rival}"] = statistics.median(
                 them / us for us, them in zip(mine, theirs, strict=True)
             )
-    return found | {"spread": (max(mine) - min(mine)) / middle, "turns": len(mine)}
+    return row | {"spread": (max(mine) - min(mine)) / middle, "turns": len(mine)}
 
 
 def _head(report: Report, threads: int, seconds: float) -> None:

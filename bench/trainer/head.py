@@ -73,21 +73,21 @@ System = Callable[[Tensor, Tensor, Wanted, bool], tuple[Tensor, Tensor | None]]
 
 
 def log_softmax(
-    hidden_U_D: Tensor, weight_V_D: Tensor, wanted: Wanted, entropy: bool
+    hidden_U_D: Tensor, weight_V_D: Tensor, selection: Wanted, entropy: bool
 ) -> tuple[Tensor, Tensor | None]:
     """The usual way."""
     logs_U_V = F.linear(hidden_U_D, weight_V_D).float().log_softmax(-1)
-    logprobs = logs_U_V.gather(1, wanted.targets_T[:, None])[:, 0]
+    logprobs = logs_U_V.gather(1, selection.targets_T[:, None])[:, 0]
     return logprobs, -(logs_U_V.exp() * logs_U_V).sum(-1) if entropy else None
 
 
 def logsumexp(
-    hidden_U_D: Tensor, weight_V_D: Tensor, wanted: Wanted, entropy: bool
+    hidden_U_D: Tensor, weight_V_D: Tensor, selection: Wanted, entropy: bool
 ) -> tuple[Tensor, Tensor | None]:
     """The other usual way."""
     logits_U_V = F.linear(hidden_U_D, weight_V_D).float()
     normalizer_U = logits_U_V.logsumexp(-1)
-    logprobs = logits_U_V.gather(1, wanted.targets_T[:, None])[:, 0] - normalizer_U
+    logprobs = logits_U_V.gather(1, selection.targets_T[:, None])[:, 0] - normalizer_U
     if not entropy:
         return logprobs, None
     shares_U_V = (logits_U_V - normalizer_U[:, None]).exp()
@@ -95,10 +95,10 @@ def logsumexp(
 
 
 def sliced(
-    hidden_U_D: Tensor, weight_V_D: Tensor, wanted: Wanted, entropy: bool
+    hidden_U_D: Tensor, weight_V_D: Tensor, selection: Wanted, entropy: bool
 ) -> tuple[Tensor, Tensor | None]:
     """The trainer's, slice by slice."""
-    return logprobs_of_hidden(hidden_U_D, weight_V_D, None, wanted, Shape(), entropy=entropy)
+    return logprobs_of_hidden(hidden_U_D, weight_V_D, None, selection, Shape(), entropy=entropy)
 
 
 SYSTEMS: dict[str, System] = {"log_softmax": log_softmax, "logsumexp": logsumexp, "sliced": sliced}
@@ -149,30 +149,33 @@ def measure_head(
     for case in cases:
         peaks = {name: peak_bytes(case, name, threads, device) for name in SYSTEMS}
         work = Work(case, device)
-        found: dict[str, list[tuple[float, float]]] = {name: [] for name in SYSTEMS}
+        seconds_of: dict[str, list[tuple[float, float]]] = {name: [] for name in SYSTEMS}
         gaps: dict[str, float] = {}
         usual = work.run(log_softmax)
         for turn in range(turns):
             for name in list(SYSTEMS)[:: 1 if turn % 2 else -1]:
                 seconds, logprobs = _timed(partial(work.run, SYSTEMS[name]), device)
-                found[name].append(seconds)
+                seconds_of[name].append(seconds)
                 gaps[name] = float((logprobs - usual).abs().max())
         for name in SYSTEMS:
             report.add(
-                case=case.name, system=name, **_figures(case, name, found, peaks), gap=gaps[name]
+                case=case.name,
+                system=name,
+                **_figures(case, name, seconds_of, peaks),
+                gap=gaps[name],
             )
         del work
         clear(device)
 
 
 def _figures(
-    case: Case, name: str, found: dict[str, list[tuple[float, float]]], peaks: dict[str, int]
+    case: Case, name: str, seconds_of: dict[str, list[tuple[float, float]]], peaks: dict[str, int]
 ) -> dict[str, Figure]:
-    pairs = list(zip(found["log_softmax"], found[name], strict=True))
+    pairs = list(zip(seconds_of["log_softmax"], seconds_of[name], strict=True))
     gradient = case.vocabulary * case.width * torch.finfo(getattr(torch, case.dtype)).bits // 8
     return {
-        "seconds": statistics.median(wall for wall, _ in found[name]),
-        "cpu_s": statistics.median(cpu for _, cpu in found[name]),
+        "seconds": statistics.median(wall for wall, _ in seconds_of[name]),
+        "cpu_s": statistics.median(cpu for _, cpu in seconds_of[name]),
         "time_ratio": statistics.median(usual[0] / ours[0] for usual, ours in pairs),
         "cpu_ratio": statistics.median(usual[1] / ours[1] for usual, ours in pairs),
         "peak_mib": peaks[name] / 2**20,
@@ -186,9 +189,9 @@ def _timed(work: Callable[[], Tensor], device: torch.device) -> tuple[tuple[floa
     """Seconds on the clock and of the processor, and what came out."""
     wait(device)
     began, cpu_began = time.perf_counter(), time.process_time()
-    found = work()
+    output = work()
     wait(device)
-    return (time.perf_counter() - began, time.process_time() - cpu_began), found
+    return (time.perf_counter() - began, time.process_time() - cpu_began), output
 
 
 def peak_bytes(case: Case, system: str, threads: int, device: torch.device) -> int:
@@ -200,9 +203,9 @@ def peak_bytes(case: Case, system: str, threads: int, device: torch.device) -> i
         before = torch.cuda.memory_allocated(device)
         work.run(SYSTEMS[system])
         return torch.cuda.max_memory_allocated(device) - before
-    asked = json.dumps({"case": dataclasses.asdict(case), "system": system, "threads": threads})
+    order = json.dumps({"case": dataclasses.asdict(case), "system": system, "threads": threads})
     done = subprocess.run(
-        [sys.executable, "-m", "bench.trainer.head", "--peak", asked],
+        [sys.executable, "-m", "bench.trainer.head", "--peak", order],
         cwd=Path(__file__).parents[2],
         capture_output=True,
         text=True,
@@ -212,16 +215,16 @@ def peak_bytes(case: Case, system: str, threads: int, device: torch.device) -> i
     return int(done.stdout)
 
 
-def _peak_here(asked: str) -> int:
+def _peak_here(order_json: str) -> int:
     """The same in this process, which must be fresh; Linux."""
-    given = json.loads(asked)
-    torch.set_num_threads(given["threads"])
-    work = Work(Case(**given["case"]), torch.device("cpu"))
+    order = json.loads(order_json)
+    torch.set_num_threads(order["threads"])
+    work = Work(Case(**order["case"]), torch.device("cpu"))
     small = Work(Case(vocabulary=256, width=64, tokens=32), torch.device("cpu"))
-    small.run(SYSTEMS[given["system"]])  # libraries load themselves and their workspaces
+    small.run(SYSTEMS[order["system"]])  # libraries load themselves and their workspaces
     Path("/proc/self/clear_refs").write_text("5")
     before = _status("VmRSS")
-    work.run(SYSTEMS[given["system"]])
+    work.run(SYSTEMS[order["system"]])
     return _status("VmHWM") - before
 
 

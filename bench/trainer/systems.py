@@ -61,12 +61,12 @@ class Setting:
 
 def gradient(system: System) -> Tensor:
     """The last step's, flat, scaled to norm 1."""
-    there = [
+    gradients = [
         weight.grad
         for _, weight in sorted(system.module.named_parameters())
         if weight.grad is not None
     ]
-    flat = torch.cat([each.flatten() for each in there])
+    flat = torch.cat([grad.flatten() for grad in gradients])
     return flat / flat.norm()
 
 
@@ -109,18 +109,22 @@ def padded(setting: Setting) -> System:
     advantage_B = torch.from_numpy(setting.rollouts.advantage).float()
     total = mask_B_L.sum()
     width = tokens_B_L.shape[1]
-    kept = width - min(map(len, setting.rollouts.prompts))
+    completion_width = width - min(map(len, setting.rollouts.prompts))
 
     def step() -> None:
         optimizer.zero_grad(set_to_none=True)
         for first in range(0, len(tokens_B_L), setting.rows):
             part = slice(first, first + setting.rows)
             logits = model(
-                input_ids=tokens_B_L[part, :-1], use_cache=False, logits_to_keep=kept
+                input_ids=tokens_B_L[part, :-1], use_cache=False, logits_to_keep=completion_width
             ).logits
-            new = logits.log_softmax(-1).gather(-1, tokens_B_L[part, -kept:, None]).squeeze(-1)
-            losses = aipo(new, old_B_L[part, -kept:], advantage_B[part, None], rho=RHO)
-            ((losses * mask_B_L[part, -kept:]).sum() / total).backward()
+            new = (
+                logits.log_softmax(-1)
+                .gather(-1, tokens_B_L[part, -completion_width:, None])
+                .squeeze(-1)
+            )
+            losses = aipo(new, old_B_L[part, -completion_width:], advantage_B[part, None], rho=RHO)
+            ((losses * mask_B_L[part, -completion_width:]).sum() / total).backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP)
         optimizer.step()
 
@@ -132,10 +136,10 @@ def trl(setting: Setting) -> System:
     from datasets import Dataset
 
     theirs: Any = importlib.import_module("trl")
-    given = as_padded(setting.rollouts)
-    count = len(given.advantage)
+    batch = as_padded(setting.rollouts)
+    count = len(batch.advantage)
     batches = [
-        _trl_inputs(given, slice(first, first + setting.rows))
+        _trl_inputs(batch, slice(first, first + setting.rows))
         for first in range(0, count, setting.rows)
     ]
 
@@ -163,7 +167,7 @@ def trl(setting: Setting) -> System:
             report_to="none",
             disable_tqdm=True,
             save_strategy="no",
-            max_completion_length=given.completion_ids.shape[1],
+            max_completion_length=batch.completion_ids.shape[1],
             temperature=1.0,
         )
         trainer = Given(
@@ -184,7 +188,7 @@ def trl(setting: Setting) -> System:
         trainer.optimizer.step()
 
     return System(
-        step, trainer.model, count * (given.prompt_ids.shape[1] + given.completion_ids.shape[1])
+        step, trainer.model, count * (batch.prompt_ids.shape[1] + batch.completion_ids.shape[1])
     )
 
 
@@ -196,16 +200,16 @@ OPEN: dict[str, Callable[[Setting], System]] = {
 }
 
 
-def _trl_inputs(given: Padded, part: slice) -> dict[str, Tensor]:
+def _trl_inputs(batch: Padded, part: slice) -> dict[str, Tensor]:
     """As GRPOTrainer's own generation leaves them for one forward and backward."""
     return {
-        "prompt_ids": given.prompt_ids[part],
-        "prompt_mask": given.prompt_mask[part],
-        "completion_ids": given.completion_ids[part],
-        "completion_mask": given.completion_mask[part],
-        "advantages": given.advantage[part],
-        "old_per_token_logps": given.logprobs[part],
-        "num_items_in_batch": given.completion_mask.sum(),
+        "prompt_ids": batch.prompt_ids[part],
+        "prompt_mask": batch.prompt_mask[part],
+        "completion_ids": batch.completion_ids[part],
+        "completion_mask": batch.completion_mask[part],
+        "advantages": batch.advantage[part],
+        "old_per_token_logps": batch.logprobs[part],
+        "num_items_in_batch": batch.completion_mask.sum(),
     }
 
 

@@ -115,69 +115,69 @@ def main(arguments: list[str] | None = None) -> int:
 
     cases = [Case(mib, tensors) for mib in options.mib for tensors in options.tensors]
     rows = [(case, system) for case in cases for system in SYSTEMS if system in options.systems]
-    found: Found = {}
+    outcomes: Found = {}
     reasons = {row: why for row in rows if (why := missing(row[1]))}
     try:
-        run(rows, found, reasons, options, say)
+        run(rows, outcomes, reasons, options, say)
     finally:
-        show(rows, found, reasons, Report("weight_plane", options.json), say)
+        show(rows, outcomes, reasons, Report("weight_plane", options.json), say)
     return int(any(why.startswith("failed") for why in reasons.values()))
 
 
 def parser() -> argparse.ArgumentParser:
     """The command line."""
-    found = argparse.ArgumentParser(
+    parser = argparse.ArgumentParser(
         prog="python -m bench.weight_plane",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    found.add_argument("--json", type=Path, help="file for the JSON lines")
-    found.add_argument(
+    parser.add_argument("--json", type=Path, help="file for the JSON lines")
+    parser.add_argument(
         "--mib", type=int, nargs="+", default=list(MIB), help="of a version (default 256 1024)"
     )
-    found.add_argument(
+    parser.add_argument(
         "--tensors", type=int, nargs="+", default=list(TENSORS), help="of a version (default 1 300)"
     )
-    found.add_argument(
+    parser.add_argument(
         "--systems", nargs="+", choices=SYSTEMS, default=list(SYSTEMS), help="default: all"
     )
-    found.add_argument(
+    parser.add_argument(
         "--repeats", type=int, default=3, help="pairs of processes of each (default 3)"
     )
-    found.add_argument(
+    parser.add_argument(
         "--updates", type=int, help="counted in each, busy and waiting (default 7; with --ranks 30)"
     )
-    found.add_argument(
+    parser.add_argument(
         "--seconds", type=float, default=2.0, help="after which a pair counts no more (default 2)"
     )
-    found.add_argument(
+    parser.add_argument(
         "--minutes",
         type=float,
         default=8.0,
         help="for everything, rows left out at need (default 8)",
     )
-    found.add_argument(
+    parser.add_argument(
         "--ranks",
         nargs="+",
         metavar="TxR",
         help="of a trainer and of readers, e.g. 1x1 2x1 2x2 4x2",
     )
-    found.add_argument(
+    parser.add_argument(
         "--live", nargs="+", metavar="TxR", help="the same in a live run, e.g. 2x2 4x2"
     )
-    found.add_argument("--rank-systems", nargs="+", default=[], help="with --ranks; default: all")
-    found.add_argument("--simulate", action="store_true", help="by the cost model, on many GPUs")
-    return found
+    parser.add_argument("--rank-systems", nargs="+", default=[], help="with --ranks; default: all")
+    parser.add_argument("--simulate", action="store_true", help="by the cost model, on many GPUs")
+    return parser
 
 
 def run(
     rows: list[Row],
-    found: Found,
+    outcomes: Found,
     reasons: dict[Row, str],
     options: argparse.Namespace,
     say: Callable[[str], None],
 ) -> None:
-    """Fill `found`, and `reasons` of the rows that have nothing to show. What has failed is not
+    """Fill `outcomes`, and `reasons` of the rows that have nothing to show. What has failed is not
     tried again.
 
     The systems of a case take turns. After the first time, a row is repeated while its share of the
@@ -201,10 +201,10 @@ def run(
             )
             spent[row] += time.monotonic() - started
             if isinstance(outcome, UpdateTimes):
-                found.setdefault(row, {})[repeat] = outcome
+                outcomes.setdefault(row, {})[repeat] = outcome
                 pace = f"{speed(case, outcome.waiting_s):.2f} GB/s"
             else:
-                found.pop(row, None)
+                outcomes.pop(row, None)
                 pace = reasons[row] = f"failed: {outcome}"
             say(f"{case} {system}: {pace} ({time.monotonic() - started:.1f} s)")
 
@@ -243,8 +243,8 @@ def figures(
 ) -> dict[str, Figure]:
     """One row. memcpy has neither a busy update nor stalls: its one speed stands for both."""
     mine = outcomes[system]
-    waiting = {repeat: speed(case, found.waiting_s) for repeat, found in mine.items()}
-    busy = {repeat: speed(case, found.busy_s or found.waiting_s) for repeat, found in mine.items()}
+    waiting = {repeat: speed(case, times.waiting_s) for repeat, times in mine.items()}
+    busy = {repeat: speed(case, times.busy_s or times.waiting_s) for repeat, times in mine.items()}
     row: dict[str, Figure] = {
         "gb_per_s": statistics.median(busy.values()),
         "least": min(busy.values()),
@@ -253,9 +253,9 @@ def figures(
     }
     for name in ("trainer_stall_ms", "reader_stall_ms", "reader_held_ms", "reader_quiet_ms"):
         measured = [
-            statistics.median(getattr(found, name))
-            for found in mine.values()
-            if getattr(found, name)
+            statistics.median(getattr(times, name))
+            for times in mine.values()
+            if getattr(times, name)
         ]
         row[name] = statistics.median(measured) if measured else None
     for floor, name in FLOORS.items():
@@ -268,7 +268,7 @@ def figures(
                 waiting, {r: speed(case, f.waiting_s) for r, f in theirs.items()}
             )
     row["repeats"] = len(mine)
-    row["updates"] = sum(len(found.waiting_s) for found in mine.values())
+    row["updates"] = sum(len(times.waiting_s) for times in mine.values())
     return row
 
 

@@ -74,8 +74,8 @@ def main(cases: Sequence[str], mib: Sequence[int], path: Path | None) -> int:
                     line = figures(Path(folder), sources, readers, size, executor)
                 failed = failed or line is None
                 if line is None:
-                    for each in (report, table):
-                        each.add(
+                    for sink in (report, table):
+                        sink.add(
                             case=case,
                             system=executor,
                             mib=size,
@@ -114,10 +114,10 @@ def figures(
     lines = [line for line in result.metrics if line.get("weights_sent")]
     sent: dict[int, dict[str, Any]] = {}
     for line in lines:
-        (each,) = line["weights_sent"].values()
-        sent[each["version"]] = each
-    counted = [each for version, each in sent.items() if version > WARM]
-    times = [1e3 * each["seconds"] for each in counted]
+        (figures_sent,) = line["weights_sent"].values()
+        sent[figures_sent["version"]] = figures_sent
+    counted = [figures_sent for version, figures_sent in sent.items() if version > WARM]
+    times = [1e3 * update["seconds"] for update in counted]
     table = tuple(tuple(row) for row in counted[-1]["pair_bytes"])
     floors = measure(
         [
@@ -129,7 +129,7 @@ def figures(
                 folder=str(folder),
                 table=table,
             )
-            for floor in dict.fromkeys(FLOOR_OF[each] for each in EXECUTORS)
+            for floor in dict.fromkeys(FLOOR_OF[executor] for executor in EXECUTORS)
         ],
         FLOOR_UPDATES,
         FLOOR_S,
@@ -140,9 +140,9 @@ def figures(
         "least_ms": min(times),
         "versions": len(times),
         "nbytes": counted[-1]["nbytes"],
-        "held_ms": 1e3 * max(each["held_seconds"] for each in sent.values()),
+        "held_ms": 1e3 * max(update["held_seconds"] for update in sent.values()),
         "publish_ms": 1e3 * statistics.median(line["seconds_publish"] for line in lines[WARM:]),
-        **{f"{name}_ms": each.line["ms"] for name, each in floors.items()},
+        **{f"{name}_ms": floor.line["ms"] for name, floor in floors.items()},
         "over_floor": mine / floor["ms"],
         "least_over": min(times) / floor["least_ms"],
     }

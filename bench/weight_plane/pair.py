@@ -65,8 +65,8 @@ class Step:
         self._side = min(SIDE, isqrt(self._weight.numel()))
         self._input, self._output = torch.rand(2, self._side, self._side).unbind()
         self._products = 1
-        once = min(_ns(self) for _ in range(20)) / 1e9
-        self._products = max(1, round(STEP_S / once))
+        one_s = min(_ns(self) for _ in range(20)) / 1e9
+        self._products = max(1, round(STEP_S / one_s))
 
     def __call__(self) -> None:
         """Compute."""
@@ -108,10 +108,10 @@ def train(job: Job, control: Connection, place: dict[str, Any]) -> UpdateTimes:
             warm = version <= (WARM_MOST if time.monotonic() - began < WARM_S else WARM_LEAST)
             busy = not warm and len(outcome.busy_s) <= len(outcome.waiting_s)
             update = _update(trainer, step if busy else None, version, control)
-            if (found := _receive(control, trainer.poll)) != digest:
+            if (answer := _receive(control, trainer.poll)) != digest:
                 raise ValueError(
                     f"the reader holds other bytes than were published as version {version}:"
-                    f" {found}"
+                    f" {answer}"
                 )
             if warm:
                 counting = time.monotonic()
@@ -144,9 +144,9 @@ def read(job: Job, control: Connection, place: dict[str, Any]) -> None:
                 if len(laps) == (QUIET_STEPS if busy else 0):
                     control.send("go")
                 lap = time.monotonic_ns()
-                taken = reader.take() if busy else reader.wait(PATIENCE_S)
+                version = reader.take() if busy else reader.wait(PATIENCE_S)
                 turned = time.monotonic_ns()
-                if taken:
+                if version:
                     visible = turned
                 if busy:
                     step()
@@ -180,9 +180,9 @@ def _run(job: Job, folder: Path, memory: Path) -> UpdateTimes | str:
             results[result] = role
         for end in (*control, *words):
             end.close()
-        found = _outcome(results)
-        patience_s = END_S if isinstance(found, UpdateTimes) else 1.0
-        return found
+        outcome = _outcome(results)
+        patience_s = END_S if isinstance(outcome, UpdateTimes) else 1.0
+        return outcome
     finally:
         _end(children, patience_s)
 
@@ -190,16 +190,16 @@ def _run(job: Job, folder: Path, memory: Path) -> UpdateTimes | str:
 def _outcome(results: dict[Connection, str]) -> UpdateTimes | str:
     """What the first child to say something says: the outcome, or what failed."""
     deadline = time.monotonic() + JOB_S
-    while results and (left := deadline - time.monotonic()) > 0:
-        for result in wait(list(results), timeout=left):
+    while results and (remaining_s := deadline - time.monotonic()) > 0:
+        for result in wait(list(results), timeout=remaining_s):
             assert isinstance(result, Connection)
             role = results.pop(result)
             try:
-                found = result.recv()
+                outcome = result.recv()
             except EOFError:
                 return f"the {role} ended without a word"
-            if found is not None:
-                return found if isinstance(found, UpdateTimes) else f"{role}: {found}"
+            if outcome is not None:
+                return outcome if isinstance(outcome, UpdateTimes) else f"{role}: {outcome}"
     return f"no outcome after {JOB_S:g} s"
 
 
@@ -248,14 +248,14 @@ def _update(trainer: TrainerEnd, step: Step | None, version: int, control: Conne
     _expect(control, "go", turn)
     called = time.monotonic_ns()
     trainer.publish(version)
-    held = time.monotonic_ns() - called
+    held_ns = time.monotonic_ns() - called
     while not control.poll(0.0 if step else 0.001):
-        held += _ns(trainer.poll)
+        held_ns += _ns(trainer.poll)
         if step:
             step()
         _in_time(called, "the reader has not taken the version")
     visible, laps = _receive(control)
-    return Update(called_ns=called, held_ns=held, visible_ns=visible, laps=laps)
+    return Update(called_ns=called, held_ns=held_ns, visible_ns=visible, laps=laps)
 
 
 def _copy(job: Job, control: Connection, place: dict[str, Any]) -> UpdateTimes:
@@ -319,8 +319,8 @@ def _receive(control: Connection, meanwhile: Callable[[], object] = lambda: None
 
 
 def _expect(control: Connection, word: str, meanwhile: Callable[[], object]) -> None:
-    found = _receive(control, meanwhile)
-    assert found == word, f"expected {word!r}, found {found!r}"
+    answer = _receive(control, meanwhile)
+    assert answer == word, f"expected {word!r}, found {answer!r}"
 
 
 def _in_time(since_ns: int, what: str) -> None:

@@ -60,8 +60,8 @@ class Job:
     @property
     def pair_bytes(self) -> list[list[int]]:
         """From each rank to each rank."""
-        found: list[list[int]] = reshard(self.source, self.target).pair_bytes.tolist()
-        return found
+        nbytes: list[list[int]] = reshard(self.source, self.target).pair_bytes.tolist()
+        return nbytes
 
 
 class Rank(Protocol):
@@ -233,15 +233,17 @@ def fill(layout: Layout, rank: int, tensors: dict[str, torch.Tensor], version: i
     """A rank's part of a version in which neighbours, tensors and versions differ; all numbers are
     finite.
     """
-    for number, (name, held) in enumerate(layout.tensors.items()):
-        shards = held.shards
+    for number, (name, tensor) in enumerate(layout.tensors.items()):
+        shards = tensor.shards
         for row in (shards.ranks == rank).nonzero()[0].tolist():
             box = tuple(
                 slice(a, b)
                 for a, b in zip(shards.start[row].tolist(), shards.stop[row].tolist(), strict=True)
             )
             first = FLOAT_ONE + number + version
-            full = torch.arange(first, first + prod(held.shape), dtype=torch.int32).view(held.shape)
+            full = torch.arange(first, first + prod(tensor.shape), dtype=torch.int32).view(
+                tensor.shape
+            )
             tensors[name].view(torch.int32).copy_(full[box])
 
 
@@ -273,8 +275,8 @@ def serve(job: Job, number: int, orders: Connection) -> None:
             orders.send("prepared")
             orders.recv()
             began = time.monotonic_ns()
-            held = end.move(version)
-            orders.send((began, time.monotonic_ns(), held))
+            held_ns = end.move(version)
+            orders.send((began, time.monotonic_ns(), held_ns))
             orders.recv()
             orders.send(end.check(version))
     orders.send("closed")

@@ -53,7 +53,7 @@ FLOOR_OF = {"shared_memory": "memcpy", "snapshot": "memcpy", "gloo": "raw_gloo"}
 IN_TURNS = (("memcpy", "alone", "shared_memory", "snapshot"), ("raw_gloo", "gloo"))
 """Systems whose updates take turns, floors first."""
 FLOORS = ("memcpy", "alone", "raw_gloo")
-SYSTEMS = tuple(system for each in IN_TURNS for system in each)
+SYSTEMS = tuple(system for turn in IN_TURNS for system in turn)
 GOALS = {"shared_memory": 1.5, "gloo": 1.2}
 """The most times the floor that is aimed at."""
 HELD_MS = 5.0
@@ -107,7 +107,7 @@ class Running:
     def update(self, version: int, *, counted: bool) -> None:
         """Move one version. ValueError when a reader holds other bytes than were published."""
         self._all(version)
-        found = self._all("go")
+        answers = self._all("go")
         if not all(self._all("check")):
             raise ValueError(
                 f"{self._job.system}: a reader holds other bytes than were published as version"
@@ -116,11 +116,11 @@ class Running:
         if not counted:
             return
         self.found.times.append(
-            (max(end for _, end, _ in found) - min(began for began, _, _ in found)) / 1e6
+            (max(end for _, end, _ in answers) - min(began for began, _, _ in answers)) / 1e6
         )
         if self._job.system not in FLOORS:
-            self.found.held.append(max(each for _, _, each in found[self._job.sources :]))
-            self.found.publish.append(max(each for _, _, each in found[: self._job.sources]))
+            self.found.held.append(max(ms for _, _, ms in answers[self._job.sources :]))
+            self.found.publish.append(max(ms for _, _, ms in answers[: self._job.sources]))
 
     def __exit__(self, kind: object, *_: object) -> None:
         try:
@@ -147,13 +147,13 @@ def measure(jobs: Sequence[Job], updates: int, seconds: float) -> dict[str, Foun
         running = {job.system: stack.enter_context(Running(job)) for job in jobs}
         began = time.monotonic()
         for version in range(1, WARM + updates + 1):
-            for each in running.values():
-                each.update(version, counted=version > WARM)
+            for bench in running.values():
+                bench.update(version, counted=version > WARM)
             if version == WARM:
                 began = time.monotonic()
             if version >= WARM + LEAST and time.monotonic() - began > seconds * len(running):
                 break
-    return {system: each.found for system, each in running.items()}
+    return {system: bench.found for system, bench in running.items()}
 
 
 def main(
@@ -175,7 +175,7 @@ def main(
     for case in cases:
         sources, readers = (int(number) for number in case.split("x"))
         for size in mib:
-            found: dict[str, dict[str, float]] = {}
+            rows: dict[str, dict[str, float]] = {}
             for turns in IN_TURNS:
                 with tempfile.TemporaryDirectory(prefix="dataflow-bench-") as folder:
                     jobs = [
@@ -185,13 +185,13 @@ def main(
                         for system in turns
                         if system in systems
                     ]
-                    found |= {
-                        system: each.line
-                        for system, each in measure(jobs, updates, seconds).items()
+                    rows |= {
+                        system: line.line
+                        for system, line in measure(jobs, updates, seconds).items()
                     }
-            floors = {f"{name}_ms": found[name]["ms"] for name in FLOORS if name in found}
-            for system in [each for each in found if each not in FLOORS]:
-                mine, floor = found[system], found.get(FLOOR_OF[system])
+            floors = {f"{name}_ms": rows[name]["ms"] for name in FLOORS if name in rows}
+            for system in [name for name in rows if name not in FLOORS]:
+                mine, floor = rows[system], rows.get(FLOOR_OF[system])
                 line = mine | floors
                 if floor:
                     line |= {

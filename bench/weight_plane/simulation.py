@@ -72,12 +72,12 @@ class Model:
 
     def plan(self, gpus: int, dtype: str) -> CopyPlan:
         """Half of the GPUs to the other half, cast to fp8 or not."""
-        wanted = (
+        tensors = (
             self.tensors
             if dtype == "bf16"
             else {n: (s, narrow(n, s)) for n, (s, _) in self.tensors.items()}
         )
-        return reshard(self.trainer(self.tensors, gpus // 2), self.generator(wanted, gpus // 2))
+        return reshard(self.trainer(self.tensors, gpus // 2), self.generator(tensors, gpus // 2))
 
 
 def main(json_path: Path | None = None) -> int:
@@ -115,9 +115,9 @@ def main(json_path: Path | None = None) -> int:
                     },
                 )
     table.show(Console(width=max(WIDE, console.width)))
-    for what, said in PUBLISHED.items():
+    for source, figure in PUBLISHED.items():
         console.print(
-            f"measured by others, {what}: {said}", markup=False, highlight=False, soft_wrap=True
+            f"measured by others, {source}: {figure}", markup=False, highlight=False, soft_wrap=True
         )
     console.print(
         f"model figures, not measurements; computed in {time.monotonic() - began:.0f} s",
@@ -135,17 +135,17 @@ def figures(plan: CopyPlan, nbytes: int, shards: int) -> tuple[dict[str, float],
         within_bytes_per_s=LINKS.within_bytes_per_s / 2,
         between_bytes_per_s=LINKS.between_bytes_per_s / 2,
     )
-    made = cost(plan.pair_bytes, LINKS)
+    estimate = cost(plan.pair_bytes, LINKS)
     readers = plan.destination.ranks
     usual = [gather_and_broadcast(nbytes, shards, readers, links) for links in (LINKS, half)]
     best = gather_and_broadcast(nbytes, shards, readers, LINKS, root_links=LINKS.gpus_per_node)
     ours = {
         "gb_model": nbytes / 1e9,
-        "gb_sent_per_rank": float(np.max(made.source_bytes.sum(axis=1))) / 1e9,
-        "gb_received_per_rank": float(np.max(made.destination_bytes.sum(axis=1))) / 1e9,
+        "gb_sent_per_rank": float(np.max(estimate.source_bytes.sum(axis=1))) / 1e9,
+        "gb_received_per_rank": float(np.max(estimate.destination_bytes.sum(axis=1))) / 1e9,
         "pairs": int((plan.pair_bytes > 0).sum()),
-        "messages_per_rank": int(np.max(made.source_messages)),
-        "seconds": made.seconds,
+        "messages_per_rank": int(np.max(estimate.source_messages)),
+        "seconds": estimate.seconds,
         "seconds_at_half": cost(plan.pair_bytes, half).seconds,
     }
     gathered = {

@@ -1,3 +1,1 @@
-"""Agents that nobody rewrites: programs whose calls of a model are answered by the generator of a
-run.
-"""
+"""Agents as programs: the run's generator answers the programs' calls of a model."""

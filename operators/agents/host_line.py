@@ -44,7 +44,7 @@ class EndedProgram:
 
 
 class HostLine:
-    """Orders to the process that starts programs, and what it says.
+    """The connection to the process that starts programs.
 
     consumes: orders by `start` and `stop`, from one thread
     produces: ends of programs, from `ended`
@@ -109,10 +109,12 @@ class HostLine:
                 is_over = True
             except ConnectionError:
                 is_over = True
-        *lines, rest = bytes(self._in).split(b"\n")
-        self._in = bytearray(rest)
-        found = [each for each in map(json.loads, lines) if not self._is_beginning(each)]
-        if is_over and not found:
+        *lines, unfinished = bytes(self._in).split(b"\n")
+        self._in = bytearray(unfinished)
+        messages = [
+            message for message in map(json.loads, lines) if not self._is_beginning(message)
+        ]
+        if is_over and not messages:
             return None
         if not self.is_ready and self._clock() > self._begun + self._start_s:
             raise DeadlineError(
@@ -120,7 +122,7 @@ class HostLine:
                 f" importing {self.importing or 'nothing yet'}; give imports= modules that take"
                 " less, or raise Limits.start_s"
             )
-        return [EndedProgram(number=each.pop("ended"), **each) for each in found]
+        return [EndedProgram(number=message.pop("ended"), **message) for message in messages]
 
     def restart(self) -> None:
         """Another process in place of one that is gone, when nothing is left that it had
@@ -133,17 +135,18 @@ class HostLine:
         """End it, with all programs."""
         self._end(_CLOSE_S)
 
-    def _is_beginning(self, said: Mapping[str, Any]) -> bool:
-        """Take in how far it has come before it starts programs; whether that is what it said."""
-        if "failed" in said:
+    def _is_beginning(self, message: Mapping[str, Any]) -> bool:
+        """Note a message about the process's own start; True if it was one."""
+        if "failed" in message:
             raise Unusable(
-                f"what programs share cannot be imported; found imports={said['failed']!r} to end"
-                f" with {said['error']} in {self._command[0]}; install it there, or correct"
+                f"what programs share cannot be imported; found imports={message['failed']!r} to"
+                " end"
+                f" with {message['error']} in {self._command[0]}; install it there, or correct"
                 " imports="
             )
-        self.importing = None if "ready" in said else said.get("importing", self.importing)
-        self.is_ready |= "ready" in said
-        return "ended" not in said
+        self.importing = None if "ready" in message else message.get("importing", self.importing)
+        self.is_ready |= "ready" in message
+        return "ended" not in message
 
     def _begin(self) -> None:
         self._in, self._out = bytearray(), bytearray()

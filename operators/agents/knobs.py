@@ -109,7 +109,7 @@ class AgentKnobs(EpisodeKnobs):
     def words(self, row: Mapping[str, Any]) -> list[str]:
         """The program and its arguments for one prompt."""
         return [
-            _PLACE.sub(lambda found: str(row.get(found[1], found[0])), word)
+            _PLACE.sub(lambda match: str(row.get(match[1], match[0])), word)
             for word in self._argv()
         ]
 
@@ -142,10 +142,10 @@ class AgentKnobs(EpisodeKnobs):
 
     def faults(self) -> list[str]:
         """Knobs that cannot be right."""
-        head, found = f"agent '{self.name}' ({self.where})", super().faults()
+        head, faults = f"agent '{self.name}' ({self.where})", super().faults()
         argv = self._argv()
         if not argv:
-            found.append(
+            faults.append(
                 f'{head} has no program; found command={self.command!r}; give one, as "python'
                 ' my_agent.py"'
             )
@@ -153,22 +153,22 @@ class AgentKnobs(EpisodeKnobs):
             name for word in argv for name in _PLACE.findall(word) if name not in self.reads()
         ]
         if unknown:
-            found.append(
+            faults.append(
                 f"{head} names {unknown} in its command, but is given {list(self.reads())}; add"
                 " columns=(...)"
             )
         if self.imports and (
             len(argv) < 2 or (argv[1].startswith("-") and (argv[1] != "-m" or len(argv) < 3))
         ):
-            found.append(
+            faults.append(
                 f"{head} has imports={self.imports}, but is no Python program; write `python SCRIPT"
                 " ...`"
             )
         if isinstance(self.port, bool) or not 0 <= self.port < 1 << 16:
-            found.append(
+            faults.append(
                 f"{head} has port={self.port!r}; give 0 for any that is free, or up to 65535"
             )
-        return found
+        return faults
 
     def missing(self) -> str | None:
         """The program."""

@@ -64,14 +64,14 @@ class RunningProgram:
             self.signal(signal.SIGTERM)
 
     def read(self, file: int, is_error: bool) -> bool | None:
-        """Take in what it said. False when nothing comes any more, None when nothing has come."""
+        """Read from a stream. False: it has ended. None: nothing to read yet."""
         try:
             piece = os.read(file, 1 << 16)
         except BlockingIOError:
             return None
-        kept, most = (self.errors, ERROR_BYTES) if is_error else (self.output, LAST_BYTES)
-        kept += piece
-        del kept[: max(0, len(kept) - most)]
+        tail, most = (self.errors, ERROR_BYTES) if is_error else (self.output, LAST_BYTES)
+        tail += piece
+        del tail[: max(0, len(tail) - most)]
         self.left -= len(piece)
         if self.left < 0 and not self.is_too_much:
             self.is_too_much = True
@@ -80,7 +80,7 @@ class RunningProgram:
         return bool(piece)
 
     def told(self, status: int) -> dict[str, Any]:
-        """What the owner hears of its end."""
+        """The message to the owner about its end."""
         lines = [
             line for line in self.output.decode("utf-8", "replace").splitlines() if line.strip()
         ]
@@ -161,14 +161,14 @@ class ProgramHost:
         self._selector.modify(self._owner, events, None)
 
     def _start(self, order: dict[str, Any]) -> None:
-        with tempfile.TemporaryFile() as given:
-            given.write(order["input"].encode())
-            given.seek(0)
+        with tempfile.TemporaryFile() as stdin:
+            stdin.write(order["input"].encode())
+            stdin.seek(0)
             out, theirs_out = os.pipe()
             err, theirs_err = os.pipe()
             pid = os.fork()
             if pid == 0:
-                self._become(order, given.fileno(), theirs_out, theirs_err)
+                self._become(order, stdin.fileno(), theirs_out, theirs_err)
             os.close(theirs_out)
             os.close(theirs_err)
         program = RunningProgram(
@@ -180,7 +180,7 @@ class ProgramHost:
             program.open.add(file)
             self._selector.register(file, selectors.EVENT_READ, (program, is_error))
 
-    def _become(self, order: dict[str, Any], given: int, out: int, err: int) -> None:
+    def _become(self, order: dict[str, Any], stdin: int, out: int, err: int) -> None:
         """In the fork: be the program. Never returns."""
         status = 127
         try:
@@ -189,7 +189,7 @@ class ProgramHost:
             signal.set_wakeup_fd(-1)
             for number in (signal.SIGCHLD, signal.SIGINT, signal.SIGPIPE):
                 signal.signal(number, signal.SIG_DFL)
-            for file, standard in ((given, 0), (out, 1), (err, 2)):
+            for file, standard in ((stdin, 0), (out, 1), (err, 2)):
                 os.dup2(file, standard)
             _limit_memory(order["memory_mb"], forked=self._forks)
             for name in order["without"]:
@@ -225,21 +225,21 @@ class ProgramHost:
                 program.signal(signal.SIGKILL)
 
     def _reap(self) -> None:
-        """Whatever has ended; of programs the owner hears when nothing is left that they had
-        started.
+        """Collect children that have ended. Report a program once all that it started has ended
+        too.
         """
         leaders = {program.pid: program for program in self._running.values()}
         while True:
             try:
-                found = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+                child = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
             except ChildProcessError:
                 return
-            if found is None:
+            if child is None:
                 return
-            program = leaders.get(found.si_pid)
+            program = leaders.get(child.si_pid)
             if program is not None:  # until it is reaped its number is nobody else's
                 program.signal(signal.SIGKILL)
-            _, status = os.waitpid(found.si_pid, 0)
+            _, status = os.waitpid(child.si_pid, 0)
             if program is not None:
                 del self._running[program.number]
                 self._end_strays()
@@ -340,8 +340,8 @@ def _children() -> list[int]:
     try:
         return [int(pid) for pid in Path(f"/proc/{own}/task/{own}/children").read_text().split()]
     except OSError:
-        known = [int(each.name) for each in Path("/proc").iterdir() if each.name.isdigit()]
-        return [pid for pid in known if _parent(pid) == own]
+        pids = [int(folder.name) for folder in Path("/proc").iterdir() if folder.name.isdigit()]
+        return [pid for pid in pids if _parent(pid) == own]
 
 
 def _parent(pid: int) -> int:
@@ -356,10 +356,10 @@ def _belongs(pid: int, sessions: set[int], markers: list[bytes]) -> bool:
     try:
         if os.getsid(pid) in sessions:
             return True
-        found = Path(f"/proc/{pid}/environ").read_bytes()
+        environment = Path(f"/proc/{pid}/environ").read_bytes()
     except OSError:
         return False
-    return any(marker in found for marker in markers)
+    return any(marker in environment for marker in markers)
 
 
 def main() -> None:

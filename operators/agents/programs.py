@@ -80,14 +80,14 @@ class ProgramSession:
     encode: Encode
     deadline: float
     """On the monotonic clock, while no question is open."""
-    asked: int = 0
+    question_count: int = 0
     """Questions so far."""
     open: ProgramCall | None = None
     next: list[Work] = field(default_factory=list)
     """Calls that came while one was open, in their order."""
     unheard: list[tuple[ProgramCall, SaidTurn]] = field(default_factory=list)
     """Turns, where whoever asked for them had left."""
-    known: dict[int, AnyArray] = field(default_factory=dict)
+    heard_ids: dict[int, AnyArray] = field(default_factory=dict)
     """By conversation, all that was said in it."""
     turns: dict[int, int] = field(default_factory=dict)
     """How many turns each has had."""
@@ -99,25 +99,27 @@ class ProgramSession:
 
     def begin(self, key: str, deadline: float) -> None:
         """A program begins, for the first time or anew."""
-        self.key, self.deadline, self.asked, self.open, self.is_over = key, deadline, 0, None, False
-        self.next, self.unheard, self.known, self.turns = [], [], {}, {}
+        self.key, self.deadline, self.open = key, deadline, None
+        self.question_count, self.is_over = 0, False
+        self.next, self.unheard, self.heard_ids, self.turns = [], [], {}, {}
 
     def conversation_of(self, prompt: AnyArray, recorded: Mapping[int, AnyArray]) -> int:
-        """That which a prompt goes on, the one with most of it said; else a new one.
+        """The number of the conversation that a prompt continues: the longest match, else a new
+        one.
 
         recorded: what conversations of an earlier life began with.
         """
         fitting = [
-            (len(known), number)
-            for number, known in self.known.items()
-            if len(known) < len(prompt) and np.array_equal(prompt[: len(known)], known)
+            (len(ids), number)
+            for number, ids in self.heard_ids.items()
+            if len(ids) < len(prompt) and np.array_equal(prompt[: len(ids)], ids)
         ]
         if fitting:
             return max(fitting)[1]
         again = {
             number for number, begin in recorded.items() if np.array_equal(begin, prompt)
-        } - set(self.known)
-        return min(again or set(range(len(self.known) + 1)) - set(self.known))
+        } - set(self.heard_ids)
+        return min(again or set(range(len(self.heard_ids) + 1)) - set(self.heard_ids))
 
     def rewards(self, conversation: int = 0) -> list[list[float]]:
         """Of its turns, by conversation: none is worth more than another, until a scorer says
@@ -175,7 +177,7 @@ class Programs:
         return self._host.pid
 
     def waits(self) -> Sequence[Any]:
-        """What says that calls or ends of programs have come."""
+        """Descriptors that become readable when calls or ends of programs have come."""
         return self._turns.fileno(), self._host.fileno()
 
     def submit(self, calls: int, encode: Encode) -> int:
@@ -194,7 +196,7 @@ class Programs:
         if ended is None:
             return self._bury()
         # before limits: one that is over is not late any more
-        answers = [self._ended(each) for each in ended]
+        answers = [self._ended(program) for program in ended]
         now = self._clock()
         for session in self._sessions.values() if is_beginning else ():
             # none has begun while what they share was imported
@@ -208,21 +210,21 @@ class Programs:
 
     def asked(self) -> list[Asked]:
         """Questions of programs that run, and wait for the answer."""
-        asked, self._asked = self._asked, []
-        return [each for each in asked if self._waits(each) is not None]
+        questions, self._asked = self._asked, []
+        return [question for question in questions if self._waits(question) is not None]
 
     def question(
-        self, asked: Asked, recorded: Mapping[int, AnyArray]
+        self, query: Asked, recorded: Mapping[int, AnyArray]
     ) -> tuple[ProgramCall, TurnQuestion]:
         """What a program asked. recorded: see `ProgramSession.conversation_of`."""
-        session = self._sessions[asked.job]
+        session = self._sessions[query.job]
         call = session.open
-        assert call is not None and call.number == asked.number, "it waits"
+        assert call is not None and call.number == query.number, "it waits"
         call.conversation = session.conversation_of(call.prompt, recorded)
-        known = session.known.get(call.conversation)
+        past = session.heard_ids.get(call.conversation)
         mark = xxhash.xxh3_128_hexdigest(call.prompt.tobytes() + json.dumps(call.stop).encode())
         question = TurnQuestion(
-            heard=() if known is None else (self._decode(call.prompt[len(known) :]),),
+            heard=() if past is None else (self._decode(call.prompt[len(past) :]),),
             most=call.most,
             rewards=session.rewards(call.conversation),
             rewritten=mark,
@@ -230,9 +232,9 @@ class Programs:
         )
         return call, question
 
-    def say(self, asked: Asked, turn: SaidTurn | None) -> None:
+    def say(self, query: Asked, turn: SaidTurn | None) -> None:
         """Answer a question; None: there is no turn left."""
-        session = self._waits(asked)
+        session = self._waits(query)
         if session is None or session.open is None:
             return
         call, session.open = session.open, None
@@ -242,7 +244,7 @@ class Programs:
             if call.work is not None:
                 _refuse(call.work, _OVER)
         else:
-            session.known[call.conversation] = np.concatenate([call.prompt, turn.tokens.ids])
+            session.heard_ids[call.conversation] = np.concatenate([call.prompt, turn.tokens.ids])
             session.turns[call.conversation] = session.turns.get(call.conversation, 0) + 1
             if call.work is None:
                 session.unheard.append((call, turn))
@@ -267,11 +269,11 @@ class Programs:
         for session in self._sessions.values():
             self._forget(session.key)
 
-    def _waits(self, asked: Asked) -> ProgramSession | None:
-        """Whose question it is; None where its program has ended, or was started anew."""
-        session = self._sessions.get(asked.job)
+    def _waits(self, query: Asked) -> ProgramSession | None:
+        """The session whose question it is; None where its program has ended or was restarted."""
+        session = self._sessions.get(query.job)
         is_open = (
-            session is not None and session.open is not None and session.open.number == asked.number
+            session is not None and session.open is not None and session.open.number == query.number
         )
         return session if is_open else None
 
@@ -310,10 +312,10 @@ class Programs:
         if session is None or session.failure is not None:
             _refuse(arrived, _OVER)
             return
-        found = next((each for each in session.unheard if each[0].is_like(arrived)), None)
-        if found is not None:
-            session.unheard.remove(found)
-            _tell(arrived, found[1])
+        unheard = next((pair for pair in session.unheard if pair[0].is_like(arrived)), None)
+        if unheard is not None:
+            session.unheard.remove(unheard)
+            _tell(arrived, unheard[1])
         elif session.open is None:
             self._ask(session, arrived)
         elif session.open.work is None and session.open.is_like(arrived):
@@ -323,8 +325,10 @@ class Programs:
 
     def _ask(self, session: ProgramSession, work: Work) -> None:
         prompt = np.asarray(work.prompt, np.int32)
-        session.open = ProgramCall(session.asked, 0, prompt, work.most, work.stop or (), work)
-        session.asked += 1
+        session.open = ProgramCall(
+            session.question_count, 0, prompt, work.most, work.stop or (), work
+        )
+        session.question_count += 1
         self._asked.append(Asked(session.job, 0, session.open.number, b""))
 
     def _ended(self, program: EndedProgram) -> Answer:
@@ -347,8 +351,8 @@ class Programs:
         return Answer(session.job, [0], {}, outcome.to_bytes())
 
     def _failed(self, session: ProgramSession, program: EndedProgram) -> str | None:
-        said = [line for line in program.errors.splitlines() if line.strip()]
-        last = f": {said[-1].strip()[:300]}" if said else ""
+        lines = [line for line in program.errors.splitlines() if line.strip()]
+        last = f": {lines[-1].strip()[:300]}" if lines else ""
         if program.is_too_much:
             return f"{UNUSABLE}: it said more than {self._agent.output_kb} KB; let it say less"
         if program.status and not session.is_over:
@@ -387,9 +391,8 @@ class Programs:
                 self._start(session)
                 continue
             del self._sessions[session.job]
-            failure = session.failure or (
-                f"{DIED}: the process that starts programs ended {session.deaths} times{importing}"
-            )
+            died = f"{DIED}: the process that starts programs ended {session.deaths} times"
+            failure = session.failure or died + importing
             answers.append(Answer(session.job, [0], {0: failure}, b""))
         if not self._sessions and self.restarts > 100:
             raise WorkerDied(

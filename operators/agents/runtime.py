@@ -55,7 +55,7 @@ _CLOSE_S = 5.0
 
 
 class RunService(Service):
-    """Serves the policy of a run under whatever name it is called by.
+    """Serves the run's policy, under any model name.
 
     consumes: calls of programs, on the event loop
     produces: works for `TurnsInRun`
@@ -73,8 +73,8 @@ class RunService(Service):
         ends: frozenset[int] = frozenset(),
         options: Mapping[str, Any] | None = None,
     ) -> None:
-        """Serve the model. stop, ends: strings and ids at which the generator ends what it says.
-        options: of the chat template.
+        """Serve the model. stop, ends: strings and ids that end the generator's turns. options: of
+        the chat template.
         """
         super().__init__(
             turns,
@@ -99,12 +99,12 @@ class RunService(Service):
         """As `Service.begin`. Raises ApiError for ids to stop at, but those at which a turn ends
         anyway.
         """
-        others = sorted(set(request.stop_tokens) - self._ends_of_turns)
-        if others:
+        unsupported = sorted(set(request.stop_tokens) - self._ends_of_turns)
+        if unsupported:
             raise bad(
                 "stop_token_ids",
                 f"a turn of a run ends at strings, and at {sorted(self._ends_of_turns)} anyway; "
-                f"found ids {others}; send stop=[...]",
+                f"found ids {unsupported}; send stop=[...]",
                 "unsupported_parameter",
             )
         stop = tuple(dict.fromkeys([*request.stop, *self._stop]))
@@ -115,7 +115,7 @@ class RunService(Service):
 
 
 def _no_sampling(**_: Any) -> None:
-    """How a turn is sampled is the run's to say."""
+    """The run decides how turns are sampled, not the caller."""
 
 
 def _strings(stop: tuple[str, ...], _: tuple[int, ...]) -> tuple[str, ...]:
@@ -254,7 +254,7 @@ class AgentsRuntime(EpisodesRuntime):
         super().__init__(agent, context, lambda box: self._programs)
 
     def close(self) -> None:
-        """End the programs and the endpoint; what was said stays on the disk."""
+        """End the programs and the endpoint; recorded turns stay on the disk."""
         super().close()
         self._endpoint.close()
         self._turns_in_run.let_go()
@@ -268,18 +268,18 @@ class AgentsRuntime(EpisodesRuntime):
     def _begins(self, group: PromptGroup, prompt: str, layout: RowLayout) -> Begin:
         return WholePrompts()
 
-    def _question(self, each: LiveEpisode, asked: Asked) -> TurnQuestion:
+    def _question(self, episode: LiveEpisode, query: Asked) -> TurnQuestion:
         recorded = {
-            number: talk.turns[0].given for number, talk in each.talk.talks.items() if talk.turns
+            number: talk.turns[0].given for number, talk in episode.talk.talks.items() if talk.turns
         }
-        call, question = self._programs.question(asked, recorded)
-        begin = each.talk.begin
+        call, question = self._programs.question(query, recorded)
+        begin = episode.talk.begin
         assert isinstance(begin, WholePrompts), "it was made here"
         begin.prompt, begin.stop = call.prompt, call.stop
         return question
 
-    def _request(self, asked: Asked, request: TurnRequest) -> TurnRequest:
-        begin = self._live[asked.job].talk.begin
+    def _request(self, query: Asked, request: TurnRequest) -> TurnRequest:
+        begin = self._live[query.job].talk.begin
         assert isinstance(begin, WholePrompts), "it was made here"
         if not begin.stop:
             return request
@@ -289,11 +289,11 @@ class AgentsRuntime(EpisodesRuntime):
         return replace(request, number=number, stop=begin.stop)
 
     def _say(
-        self, each: LiveEpisode, asked: Asked, turn: tuple[int, int], text: str | None
+        self, episode: LiveEpisode, query: Asked, turn: tuple[int, int], text: str | None
     ) -> None:
         conversation, number = turn
         self._programs.say(
-            asked, None if text is None else each.talk.talks[conversation].turns[number]
+            query, None if text is None else episode.talk.talks[conversation].turns[number]
         )
-        if each.error is not None and self._live.get(asked.job) is each:
-            self._programs.stop(asked.job, each.error)
+        if episode.error is not None and self._live.get(query.job) is episode:
+            self._programs.stop(query.job, episode.error)

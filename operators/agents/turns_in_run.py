@@ -17,7 +17,7 @@ from operators.serving.work import Work
 
 @dataclass(frozen=True)
 class CallerLeft:
-    """Whoever made a call waits for its answer no more."""
+    """A caller no longer waits for its answer."""
 
     work: Work
 
@@ -32,7 +32,7 @@ class RunEngine:
 
 
 class TurnsInRun:
-    """Hands works to the thread of the rollouts, and knows which sessions are open.
+    """Hands calls to the rollouts' thread, and keeps track of open sessions.
 
     consumes: works and cancellations, on the event loop
     produces: the same, from `taken`, on the thread of the rollouts; who answers tells the work
@@ -54,7 +54,7 @@ class TurnsInRun:
 
     @property
     def waiting(self) -> int:
-        """Works that nobody has taken."""
+        """Calls that no thread has taken yet."""
         return self._arrived.qsize()
 
     def fileno(self) -> int:
@@ -93,10 +93,10 @@ class TurnsInRun:
             os.read(self._woken, 1 << 12)
         except BlockingIOError:
             return []
-        found = []
+        arrivals = []
         while not self._arrived.empty():
-            found.append(self._arrived.get_nowait())
-        return found
+            arrivals.append(self._arrived.get_nowait())
+        return arrivals
 
     def close(self, timeout_s: float = 0.0) -> None:
         """Take no more."""

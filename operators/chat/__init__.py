@@ -1,3 +1,1 @@
-"""Conversations as token ids: what was sampled is never encoded again, what the world says is put
-behind it.
-"""
+"""Conversations as token ids: sampled ids are never re-encoded, the world's text is appended."""

@@ -32,17 +32,17 @@ def call_opening(form: ChatFormat, names: Sequence[str]) -> str:
         )
     full, bare = (text.removeprefix(form.opening) for text in laid_out)
     shared = full[: common(full, bare)]
-    before, found, behind = shared.partition(name)
-    if not before or not found:
+    before, hit, behind = shared.partition(name)
+    if not before or not hit:
         raise _refused(
             form,
             f"calls of '{name}' begin alike with {shared[:40]!r} alone, which does not name it",
         )
-    return before if len(names) > 1 else before + found + _ARGUMENTS.sub("", behind)
+    return before if len(names) > 1 else before + hit + _ARGUMENTS.sub("", behind)
 
 
-def _refused(form: ChatFormat, found: str) -> ChatError:
+def _refused(form: ChatFormat, reason: str) -> ChatError:
     return ChatError(
-        f"no call can be forced with the chat template of '{form.name}'; found that {found}; "
+        f"no call can be forced with the chat template of '{form.name}'; found that {reason}; "
         f'send tool_choice="auto", and ask for the call in a message'
     )

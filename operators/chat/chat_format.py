@@ -69,15 +69,15 @@ class ChatFormat(ChatTemplate):
                 used.append(next(marks))
                 message = _marked(message, used[-1])
             marked.append(message)
-        rest, found = self.render(marked, tools), []
+        remaining, pieces = self.render(marked, tools), []
         for mark in used:
-            before, _, rest = rest.partition(mark)
-            at = rest.find(self.closing)
-            if at < 0 or mark in rest:
+            before, _, remaining = remaining.partition(mark)
+            at = remaining.find(self.closing)
+            if at < 0 or mark in remaining:
                 return []
-            found.append(before)
-            rest = rest[at:]
-        return [*found, rest]
+            pieces.append(before)
+            remaining = remaining[at:]
+        return [*pieces, remaining]
 
     def encode(self, text: str, *, behind_end: bool = False) -> list[int]:
         """Tokens of a text alone, no special tokens added. behind_end: as it is encoded behind the
@@ -168,10 +168,10 @@ class ChatFormat(ChatTemplate):
             return None
         return text[self.whole(text, common(self.opening, text)) : close]
 
-    def _refused(self, found: str) -> ChatError:
+    def _refused(self, reason: str) -> ChatError:
         return ChatError(
             f"the chat template of '{self.name}' has no delimiters that can be told from its turns;"
-            f" found that {found}; give the tokenizer another template"
+            f" found that {reason}; give the tokenizer another template"
         )
 
 

@@ -70,8 +70,8 @@ class ChatTemplate:
         """The same template with more of its options, those here where a name stands in both."""
         if not options:
             return self
-        made: Self = self._given(json.dumps(dict(options), sort_keys=True))
-        return made
+        extended: Self = self._given(json.dumps(dict(options), sort_keys=True))
+        return extended
 
     def _with_options(self, options: str) -> Self:
         return type(self)(self.tokenizer, **{**self.options, **json.loads(options)})
@@ -101,8 +101,8 @@ class ChatTemplate:
             ) from error
 
     def begun(self, messages: Sequence[Message], tools: Sequence[Message] = ()) -> tuple[str, str]:
-        """The messages up to what the assistant has begun to say, and that: the text of a last
-        message of its own, else nothing. Raises ChatError.
+        """The rendered messages before the text of a last assistant message, and that text, which
+        the policy continues; else all messages and "". Raises ChatError.
         """
         self.check_tools(tools)
         content = beginning_of(messages)
@@ -128,14 +128,14 @@ class ChatTemplate:
             return opened
         tag, unclosed = _TAG.match(content), _OPEN_TAG.search(opening)
         if head.startswith(opening) and not head[len(opening) :].strip():
-            opening, made = opening, head
+            opening, prefix = opening, head
         elif unclosed is None:
             return opened
         elif tag is not None and tag[1] == unclosed[1]:
-            made = opening[: unclosed.start()]
+            prefix = opening[: unclosed.start()]
         else:
-            made = head
-        return opened[: len(opened) - len(opening)] + made
+            prefix = head
+        return opened[: len(opened) - len(opening)] + prefix
 
     def as_template_takes(self, messages: Sequence[Message]) -> list[dict[str, Any]]:
         """Messages as this template wants them: arguments of calls as an object or its JSON, no
@@ -143,23 +143,24 @@ class ChatTemplate:
         those at the beginning as one, and later ones as a user's, where the template would refuse
         them or leave them out.
         """
-        made = [self._taken(message) for message in messages]
-        places = [at for at, message in enumerate(made) if message.get("role") == "system"]
+        prepared = [self._taken(message) for message in messages]
+        places = [at for at, message in enumerate(prepared) if message.get("role") == "system"]
         if not places or places == [0]:
-            return made
+            return prepared
         first = next(
-            (at for at, message in enumerate(made) if message.get("role") != "system"), len(made)
+            (at for at, message in enumerate(prepared) if message.get("role") != "system"),
+            len(prepared),
         )
         if first > 1 and not self._takes_several:
-            text = "\n\n".join(str(message["content"]) for message in made[:first])
-            made[:first] = [{**made[0], "content": text}]
+            text = "\n\n".join(str(message["content"]) for message in prepared[:first])
+            prepared[:first] = [{**prepared[0], "content": text}]
             first = 1
-        late = [message for message in made[first:] if message.get("role") == "system"]
+        late = [message for message in prepared[first:] if message.get("role") == "system"]
         if late and not self._takes_late:
-            made[first:] = [
-                {**m, "role": "user"} if m.get("role") == "system" else m for m in made[first:]
+            prepared[first:] = [
+                {**m, "role": "user"} if m.get("role") == "system" else m for m in prepared[first:]
             ]
-        return made
+        return prepared
 
     def calling(self, name: str, arguments: Mapping[str, Any], number: str = PROBE_CALL_ID) -> str:
         """What the template lays out of a turn that calls a tool, from where the turn begins on,
@@ -188,8 +189,10 @@ class ChatTemplate:
         """Where to cut a text so that no added token is cut in two: there, or before it."""
         if not getattr(self.tokenizer, "is_fast", False):
             return cut
-        made = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
-        for token, (begin, end) in zip(made["input_ids"], made["offset_mapping"], strict=True):
+        encoding = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
+        for token, (begin, end) in zip(
+            encoding["input_ids"], encoding["offset_mapping"], strict=True
+        ):
             if begin < cut < end and self.is_added(token):
                 return int(begin)
         return cut
@@ -225,11 +228,11 @@ class ChatTemplate:
         turn = {"role": "assistant", "content": _TURN}
         return self._shows([_system(_SYSTEMS[0]), USER, turn, _system(_SYSTEMS[1])], [NEXT_USER])
 
-    def _shows(self, systems: Sequence[Message], rest: Sequence[Message]) -> bool:
+    def _shows(self, systems: Sequence[Message], messages: Sequence[Message]) -> bool:
         try:
             text = str(
                 self.tokenizer.apply_chat_template(
-                    [dict(message) for message in (*systems, *rest)],
+                    [dict(message) for message in (*systems, *messages)],
                     tokenize=False,
                     add_generation_prompt=True,
                     **self.options,
@@ -240,13 +243,13 @@ class ChatTemplate:
         return all(text.count(word) == 1 for word in _SYSTEMS)
 
     def _taken(self, message: Message) -> dict[str, Any]:
-        made = {name: value for name, value in message.items() if name != "tool_calls"}
-        if made.get("role") == "developer" and not self._knows_developers:
-            made["role"] = "system"
+        converted = {name: value for name, value in message.items() if name != "tool_calls"}
+        if converted.get("role") == "developer" and not self._knows_developers:
+            converted["role"] = "system"
         if message.get("tool_calls"):
-            made["tool_calls"] = [self._call(call) for call in message["tool_calls"]]
-        made["content"] = text_of(made.get("content"))
-        return made
+            converted["tool_calls"] = [self._call(call) for call in message["tool_calls"]]
+        converted["content"] = text_of(converted.get("content"))
+        return converted
 
     def _call(self, call: Mapping[str, Any]) -> dict[str, Any]:
         function = dict(call.get("function") or call)
@@ -274,8 +277,8 @@ class ChatTemplate:
 
 
 def beginning_of(messages: Sequence[Message]) -> str | None:
-    """What the assistant has begun to say, where the last message is its own; None where it is not.
-    Raises ChatError where that calls tools.
+    """The text of a last assistant message, which the policy continues; None where the last message
+    is another's. Raises ChatError where that message calls tools.
     """
     if not messages or messages[-1].get("role") != "assistant":
         return None
@@ -306,8 +309,8 @@ def text_of(content: Any) -> Any:
 
 
 def special_tokens(tokenizer: Any) -> dict[str, int]:
-    """Ids by text of the tokens that a decoded text leaves out: those that the tokenizer names, and
-    those added as special ones.
+    """Ids by text of the tokens that a decoded text leaves out: the tokenizer's own special tokens,
+    and added ones.
     """
     named = zip(tokenizer.all_special_tokens, tokenizer.all_special_ids, strict=True)
     added = (

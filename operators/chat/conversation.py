@@ -33,11 +33,11 @@ class Said:
     """What of it ended the turn: an end token, a stop string, or nothing."""
 
 
-def stitched(form: ChatFormat, text: str, said: Sequence[Said]) -> list[int]:
+def stitched(form: ChatFormat, text: str, turns: Sequence[Said]) -> list[int]:
     """Ids that spell the text; turns that stand in it, in their order, keep theirs."""
     ids: list[int] = []
     at = 0
-    for turn in said:
+    for turn in turns:
         laid_out, ended = turn.text, turn.tail != "" and form.closing.startswith(turn.tail)
         if _ends(form, turn.ids):
             laid_out, ended = turn.text.removesuffix(turn.tail) + form.ending, True
@@ -113,7 +113,7 @@ class Conversation:
 
     @property
     def rows(self) -> list[TrainingRow]:
-        """Those in which the policy said something, in order."""
+        """The rows in which the policy said something, in order."""
         return [*self._done, *self._row()]
 
     @property
@@ -137,8 +137,8 @@ class Conversation:
             self.messages.extend(messages)
 
     def rewrite(self, messages: Iterable[Message], tools: Sequence[Message] | None = None) -> None:
-        """Another past: cut, summarised, edited. Turns that still stand in it keep their ids, as
-        context.
+        """Replace the past: cut, summarised, edited. Turns that remain in it keep their ids, as
+        context. Where the new past only extends the old one, this is `hear`, and no row begins.
 
         Where it only goes on from the past as it was, this is `hear`, and no row begins.
         """
@@ -152,13 +152,13 @@ class Conversation:
             return self.hear(*messages[len(begin) :])
         self._take_back()
         self.messages = messages
-        left = [message for message in messages if message.get("role") == "assistant"]
-        kept = []
-        for said in self._said:
-            if said.message in left:
-                left = left[left.index(said.message) + 1 :]
-                kept.append(said)
-        self._said = kept
+        remaining = [message for message in messages if message.get("role") == "assistant"]
+        standing = []
+        for turn in self._said:
+            if turn.message in remaining:
+                remaining = remaining[remaining.index(turn.message) + 1 :]
+                standing.append(turn)
+        self._said = standing
         self._pieces = []
         self._take_beginning()
         return None
@@ -195,7 +195,7 @@ class Conversation:
 
     @property
     def _begun(self) -> list[int]:
-        """Ids of what the next turn is made to begin with."""
+        """Ids that the next turn is made to begin with."""
         return ids_behind(self.form.tokenizer, self.begins)
 
     def say(
@@ -225,16 +225,16 @@ class Conversation:
             text = whole.removesuffix(tail)
         elif whole.startswith(text):
             tail = whole[len(text) :]
-        made = self._read(text) if message is None else ReadTurn(message)
-        self._called += len(made.message.get("tool_calls") or ())
+        turn = self._read(text) if message is None else ReadTurn(message)
+        self._called += len(turn.message.get("tool_calls") or ())
         self._put(RolloutTokens.given(np.asarray(begun, np.int32)), NO_TURN)
         self._put(drawn, self._turn)
-        self._said.append(Said(made.message, tuple(ids), whole, tail))
-        self.messages.append(made.message)
+        self._said.append(Said(turn.message, tuple(ids), whole, tail))
+        self.messages.append(turn.message)
         self._text += whole
         self._turn += 1
         self._unanswered, self.begins = None, ""
-        return made
+        return turn
 
     def _read(self, text: str) -> ReadTurn:
         if self.calls is None:
@@ -242,27 +242,27 @@ class Conversation:
         return self.calls.read(text, self.tools, first=self._called)
 
     def fork(self) -> Conversation:
-        """The same conversation, to go on from here another way; what was said so far is trained in
-        this one alone.
+        """A copy of the conversation that continues on its own; the turns so far are trained in the
+        original alone.
         """
         self._take_back()
-        other = copy.copy(self)
-        other.messages, other._said, other._pieces = (
+        fork = copy.copy(self)
+        fork.messages, fork._said, fork._pieces = (
             list(self.messages),
             list(self._said),
             list(self._pieces),
         )
-        other._done = []
-        other._parts = [RolloutTokens.given(part.ids) for part in self._parts]
-        other._part_turns = [NO_TURN] * len(self._parts)
-        return other
+        fork._done = []
+        fork._parts = [RolloutTokens.given(part.ids) for part in self._parts]
+        fork._part_turns = [NO_TURN] * len(self._parts)
+        return fork
 
     def _take_beginning(self) -> None:
-        """A last message of the assistant's that the policy has not said is what its next turn
-        begins with.
+        """Take a last assistant message that the policy did not sample as the beginning of its next
+        turn.
         """
         self.begins = ""
-        if self._continues and all(said.message != self.messages[-1] for said in self._said):
+        if self._continues and all(turn.message != self.messages[-1] for turn in self._said):
             content = beginning_of(self.messages)
             if content is not None:
                 self.begins = content
@@ -274,7 +274,7 @@ class Conversation:
             self._unanswered = None
 
     def _open(self) -> None:
-        """Lay out what was said since the last turn, or begin a new row."""
+        """Lay out the messages since the last turn, or begin a new row."""
         pieces = self.form.pieces(self.messages, self.tools)
         if not self._parts or not self._stands(pieces):
             self._begin(self.form.render(self.messages, self.tools), pieces)
@@ -292,17 +292,17 @@ class Conversation:
 
     def _stands(self, pieces: Sequence[str]) -> bool:
         """Whether the world's part of this row is still laid out as it was."""
-        known = self._pieces
-        return 0 < len(known) <= len(pieces) and all(map(str.startswith, pieces, known))
+        laid_out = self._pieces
+        return 0 < len(laid_out) <= len(pieces) and all(map(str.startswith, pieces, laid_out))
 
     def _behind(self, piece: str) -> str:
         """What is still to come behind the last turn: `piece` without what the policy itself wrote
         of it.
         """
-        said = self._said[-1] if self._said else None
-        if said is not None and said.ids[-1:] == (self.form.end,):
+        last_turn = self._said[-1] if self._said else None
+        if last_turn is not None and last_turn.ids[-1:] == (self.form.end,):
             return piece.removeprefix(self.form.ending)
-        return piece.removeprefix("" if said is None else said.tail)
+        return piece.removeprefix("" if last_turn is None else last_turn.tail)
 
     def _add(self, text: str) -> None:
         last = self._said[-1].ids[-1:] if self._said else ()
@@ -323,11 +323,14 @@ class Conversation:
         self._text = text
         self._pieces = self._closed((), pieces)
 
-    def _closed(self, known: Sequence[str], pieces: Sequence[str]) -> list[str]:
+    def _closed(self, previous: Sequence[str], pieces: Sequence[str]) -> list[str]:
         """Pieces without what opens the next turn, which may be another one when that turn is
         past.
         """
-        return [*known, *(piece.removesuffix(self.form.opening) for piece in pieces[len(known) :])]
+        return [
+            *previous,
+            *(piece.removesuffix(self.form.opening) for piece in pieces[len(previous) :]),
+        ]
 
     def _put(self, tokens: RolloutTokens, turn: int) -> None:
         if len(tokens):
@@ -335,17 +338,19 @@ class Conversation:
             self._part_turns.append(turn)
 
     def _row(self) -> list[TrainingRow]:
-        """The row under way, if the policy said something in it."""
+        """The current row, if the policy said something in it."""
         if all(turn == NO_TURN for turn in self._part_turns):
             return []
         last = max(at for at, turn in enumerate(self._part_turns) if turn != NO_TURN)
         return [TrainingRow.of(list(zip(self._parts, self._part_turns, strict=True))[: last + 1])]
 
-    def _changed(self, rendered: str, known: str) -> ChatError:
-        at = next((i for i, (a, b) in enumerate(zip(rendered, known, strict=False)) if a != b), 0)
+    def _changed(self, rendered: str, previous: str) -> ChatError:
+        at = next(
+            (i for i, (a, b) in enumerate(zip(rendered, previous, strict=False)) if a != b), 0
+        )
         begin = max(0, at - 20)
         return ChatError(
             f"the chat template of '{self.form.name}' changes what was sampled once it is past;"
-            f" found {rendered[begin : at + 40]!r} where {known[begin : at + 40]!r} was; give"
+            f" found {rendered[begin : at + 40]!r} where {previous[begin : at + 40]!r} was; give"
             " past='sampled' or past='rendered'"
         )

@@ -32,29 +32,29 @@ def definition_of(function: Callable[..., Any]) -> Message:
 
 def definitions_of(functions: Sequence[Callable[..., Any]]) -> list[Message]:
     """Definitions of several, whose names differ. Raises ChatError."""
-    made = [definition_of(function) for function in functions]
-    names = [each["function"]["name"] for each in made]
+    definitions = [definition_of(function) for function in functions]
+    names = [definition["function"]["name"] for definition in definitions]
     twice = sorted({name for name in names if names.count(name) > 1})
     if twice:
         raise ChatError(
             f"two tools have one name; found {twice} twice; rename one of the functions"
         )
-    return made
+    return definitions
 
 
 def arguments_of(call: Message, tools: Sequence[Message]) -> dict[str, Any]:
-    """The arguments of a call by name. ValueError, to be told to the model, where no such call can
-    be made.
+    """The arguments of a call by name. Raises ValueError, whose text the model reads, for a call
+    that does not fit.
     """
     function = call["function"]
-    known = {tool["function"]["name"]: tool["function"].get("parameters") or {} for tool in tools}
-    if function["name"] not in known:
+    schemas = {tool["function"]["name"]: tool["function"].get("parameters") or {} for tool in tools}
+    if function["name"] not in schemas:
         raise ValueError(
-            f"there is no tool '{function['name']}'; there are {sorted(known)}; call one of these"
+            f"there is no tool '{function['name']}'; there are {sorted(schemas)}; call one of these"
         )
     arguments = function["arguments"]
     arguments = json.loads(arguments) if isinstance(arguments, str) else arguments
-    schema = known[function["name"]]
+    schema = schemas[function["name"]]
     properties, required = schema.get("properties") or {}, schema.get("required") or []
     missing = [name for name in required if name not in arguments]
     if missing:

@@ -20,22 +20,22 @@ TRIAL_S = 50.0
 
 
 def delimiter_fault(model: Model) -> str | None:
-    """Why no conversation of token ids can be made with the template of a model, in three parts;
-    None where one can be, or where that cannot be told from this machine's files.
+    """Why a model's chat template gives no conversations of token ids, in three parts; None where
+    it does, or where this machine's files do not tell.
     """
     if folder_here(model.source) is None:
         return None
     if (fault := template_fault(model)) is not None:
         return fault
-    asked = json.dumps({"source": model.source, "trust_remote_code": model.trust_remote_code})
+    model_json = json.dumps({"source": model.source, "trust_remote_code": model.trust_remote_code})
     nobody = subprocess.DEVNULL
     trial = child.program(
-        __name__, asked, stdin=nobody, stdout=subprocess.PIPE, stderr=nobody, text=True
+        __name__, model_json, stdin=nobody, stdout=subprocess.PIPE, stderr=nobody, text=True
     )
     try:
-        said, _ = trial.communicate(timeout=TRIAL_S)
-        found: str | None = json.loads(said.splitlines()[-1])
-        return found
+        output, _ = trial.communicate(timeout=TRIAL_S)
+        reason: str | None = json.loads(output.splitlines()[-1])
+        return reason
     except (subprocess.TimeoutExpired, ValueError, IndexError):
         return None
     finally:
@@ -44,18 +44,18 @@ def delimiter_fault(model: Model) -> str | None:
         trial.stdout.close()
 
 
-def main(asked: str) -> None:
+def main(model_json: str) -> None:
     """Print the fault as JSON, null for none: the last line, as libraries may print others."""
     from operators.chat.chat_format import ChatError, ChatFormat
     from operators.models.loading import load_tokenizer
 
     child.die_with_parent()
-    found = None
+    fault = None
     try:
-        ChatFormat(load_tokenizer(Model(**json.loads(asked))))
+        ChatFormat(load_tokenizer(Model(**json.loads(model_json))))
     except ChatError as error:
-        found = str(error)
-    print(json.dumps(found))
+        fault = str(error)
+    print(json.dumps(fault))
 
 
 if __name__ == "__main__":

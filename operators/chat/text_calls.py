@@ -37,22 +37,22 @@ class TextCalls:
         return CallFormat("text", (self.begin,), between(self.begin, self.end, _python))
 
     def laid_out(self, content: str) -> str:
-        """A result as the policy hears it."""
+        """A result as the policy reads it."""
         return self.result.replace("{}", content)
 
     def faults(self) -> list[str]:
         """What cannot be right."""
-        found = []
+        faults = []
         if not self.begin or not self.end:
-            found.append(
+            faults.append(
                 f"TextCalls(begin={self.begin!r}, end={self.end!r}) marks no call; give both a text"
             )
         if "{}" not in self.result:
-            found.append(
+            faults.append(
                 f"TextCalls(result={self.result!r}) leaves the result out; put {{}} where it is to"
                 " stand"
             )
-        return found
+        return faults
 
 
 def _python(inside: str, parameters: Mapping[str, Any]) -> tuple[str, str, str | None]:

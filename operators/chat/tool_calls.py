@@ -63,21 +63,21 @@ class CallFormat:
             if "function" in tool
         }
         calls: list[dict[str, Any]] = []
-        broken, left, at = [], [], 0
-        for found in self.written(text, parameters):
-            if isinstance(found, BrokenCall):
-                broken.append(str(found))
+        broken, texts, at = [], [], 0
+        for call in self.written(text, parameters):
+            if isinstance(call, BrokenCall):
+                broken.append(str(call))
                 continue
-            left.append(text[at : found.begin])
-            at = found.end
+            texts.append(text[at : call.begin])
+            at = call.end
             calls.append(
                 {
-                    "id": found.id or f"call{first + len(calls):05d}",
+                    "id": call.id or f"call{first + len(calls):05d}",
                     "type": "function",
-                    "function": {"name": found.name, "arguments": found.arguments},
+                    "function": {"name": call.name, "arguments": call.arguments},
                 }
             )
-        content = "".join([*left, text[at:]])
+        content = "".join([*texts, text[at:]])
         if not calls:
             return ReadTurn({"role": "assistant", "content": text}, tuple(broken))
         return ReadTurn(
@@ -203,16 +203,16 @@ def _xml(inside: str, parameters: Mapping[str, Any]) -> tuple[str, str, str | No
     """<function=NAME> <parameter=KEY> value ... ; values are text, or JSON where the tool says
     another type.
     """
-    found = re.fullmatch(r"\s*<function=([^>\n]+)>(.*?)(?:</function>)?\s*", inside, re.DOTALL)
-    if found is None:
+    match = re.fullmatch(r"\s*<function=([^>\n]+)>(.*?)(?:</function>)?\s*", inside, re.DOTALL)
+    if match is None:
         raise BrokenCall(f"a call has no <function=NAME>; found {inside[:80]!r}; write one")
-    name, body = found[1].strip(), found[2]
-    known = (parameters.get(name) or {}).get("properties") or {}
+    name, body = match[1].strip(), match[2]
+    properties = (parameters.get(name) or {}).get("properties") or {}
     arguments, at = {}, 0
     for part in re.finditer(r"\s*<parameter=([^>\n]+)>\n?(.*?)\n?</parameter>\s*", body, re.DOTALL):
         if part.start() != at:
             break
-        arguments[part[1].strip()] = _typed(part[2], known.get(part[1].strip()))
+        arguments[part[1].strip()] = _typed(part[2], properties.get(part[1].strip()))
         at = part.end()
     if body[at:].strip():
         raise BrokenCall(
@@ -222,8 +222,8 @@ def _xml(inside: str, parameters: Mapping[str, Any]) -> tuple[str, str, str | No
     return name, json.dumps(arguments, ensure_ascii=False), None
 
 
-def _typed(text: str, wanted: Any) -> Any:
-    if not isinstance(wanted, dict) or wanted.get("type", "string") == "string":
+def _typed(text: str, schema: Any) -> Any:
+    if not isinstance(schema, dict) or schema.get("type", "string") == "string":
         return text
     try:
         value, end = _value(text)
@@ -233,26 +233,26 @@ def _typed(text: str, wanted: Any) -> Any:
 
 
 def _deepseek(inside: str, _: Mapping[str, Any]) -> tuple[str, str, str | None]:
-    _head, mark, rest = inside.partition("<｜tool▁sep｜>")
-    found = re.fullmatch(r"([^\n]+)\n```json\n(.*?)\n```\s*|([^\n{]+?)(\{.*)", rest, re.DOTALL)
-    if not mark or found is None:
+    _head, mark, body = inside.partition("<｜tool▁sep｜>")
+    match = re.fullmatch(r"([^\n]+)\n```json\n(.*?)\n```\s*|([^\n{]+?)(\{.*)", body, re.DOTALL)
+    if not mark or match is None:
         raise BrokenCall(f"a call has no name and arguments; found {inside[:80]!r}; write both")
-    name, arguments = (found[1], found[2]) if found[1] else (found[3], found[4])
+    name, arguments = (match[1], match[2]) if match[1] else (match[3], match[4])
     return name.strip(), _object(arguments), None
 
 
 def _deepseek_calls(text: str, parameters: Mapping[str, Any]) -> Iterator[WrittenCall | BrokenCall]:
     """Calls, the marks around all of them taken with the first and the last."""
     all_begin, all_end = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
-    for found in between("<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>", _deepseek)(
+    for call in between("<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>", _deepseek)(
         text, parameters
     ):
-        if isinstance(found, WrittenCall):
-            before, behind = text[: found.begin], text[found.end :]
-            begin = found.begin - (len(all_begin) if before.endswith(all_begin) else 0)
-            end = found.end + (len(all_end) if behind.startswith(all_end) else 0)
-            found = WrittenCall(begin, end, found.name, found.arguments)
-        yield found
+        if isinstance(call, WrittenCall):
+            before, behind = text[: call.begin], text[call.end :]
+            begin = call.begin - (len(all_begin) if before.endswith(all_begin) else 0)
+            end = call.end + (len(all_end) if behind.startswith(all_end) else 0)
+            call = WrittenCall(begin, end, call.name, call.arguments)
+        yield call
 
 
 def _mistral(text: str, _: Mapping[str, Any]) -> Iterator[WrittenCall | BrokenCall]:
@@ -262,12 +262,14 @@ def _mistral(text: str, _: Mapping[str, Any]) -> Iterator[WrittenCall | BrokenCa
         return
     try:
         values, end = _value(text, begin + len("[TOOL_CALLS]"))
-        made = [_function(value) for value in (values if isinstance(values, list) else [values])]
+        functions = [
+            _function(value) for value in (values if isinstance(values, list) else [values])
+        ]
     except BrokenCall as error:
         yield error
         return
-    for one in made:
-        yield WrittenCall(begin, end, *one)
+    for function in functions:
+        yield WrittenCall(begin, end, *function)
         begin = end
 
 
@@ -276,15 +278,15 @@ def _mistral_named(text: str, _: Mapping[str, Any]) -> Iterator[WrittenCall | Br
     at = text.find("[TOOL_CALLS]")
     while at >= 0:
         stop = at + len("[TOOL_CALLS]")
-        head, mark, rest = text[stop:].partition("[ARGS]")
+        head, mark, tail = text[stop:].partition("[ARGS]")
         name, _mark, number = head.partition("[CALL_ID]")
         try:
             if not mark or not name.strip():
                 raise BrokenCall(
                     f"a call has no name or no [ARGS]; found {text[at : at + 80]!r}; write both"
                 )
-            value, end = _value(rest)
-            stop = len(text) - len(rest) + end
+            value, end = _value(tail)
+            stop = len(text) - len(tail) + end
             yield WrittenCall(at, stop, name.strip(), _object(value), number.strip() or None)
         except BrokenCall as error:
             yield error
@@ -308,8 +310,8 @@ def _llama(text: str, _: Mapping[str, Any]) -> Iterator[WrittenCall | BrokenCall
 
 
 FORMATS = {
-    each.name: each
-    for each in (
+    form.name: form
+    for form in (
         CallFormat("hermes", ("<tool_call>",), between("<tool_call>", "</tool_call>", _hermes)),
         CallFormat("xml", ("<tool_call>",), between("<tool_call>", "</tool_call>", _xml)),
         CallFormat("llama", ("{", "<|python_tag|>"), _llama, is_whole=True),

@@ -1,6 +1,4 @@
-"""Credit of each conversation of an episode: how much better it did than those that it is to be
-compared with.
-"""
+"""Credit of each conversation of an episode: how much better it did than comparable ones."""
 
 import numpy as np
 
@@ -19,8 +17,7 @@ def conversation_advantage(
     row_branch_turn: list[Array],
     mask: list[Array],
 ) -> list[Array]:
-    """How much better each conversation of an episode did than those that it is to be compared
-    with.
+    """How much better each conversation of an episode did than comparable ones.
 
     The value of a conversation is the sum of its turns' rewards, and the mean value of its branches
     where it has any. A branch is compared with those that began where it did (the local advantage
@@ -37,12 +34,12 @@ def conversation_advantage(
     """
     owners_S, compared, values = [], [], []
     alike: dict[object, list[float]] = {}
-    each = zip(
+    rollouts = zip(
         turn, turn_reward, training_row, row_conversation, row_role, row_branch_turn, strict=True
     )
-    for number, (turns_S, rewards_S, rows_S, owners, roles, branch_turns) in enumerate(each):
+    for number, (turns_S, rewards_S, rows_S, owners, roles, branch_turns) in enumerate(rollouts):
         owner_S = np.asarray(owners, np.int64)[np.asarray(rows_S, np.int64)]
-        found = _conversation_values(
+        by_owner = _conversation_values(
             np.asarray(turns_S), np.asarray(rewards_S, np.float64), owner_S, owners, branch_turns
         )
         begun = {
@@ -50,22 +47,22 @@ def conversation_advantage(
             for owner, role, at in zip(owners, roles, branch_turns, strict=True)
         }
         keys = {owner: (number, at) if at >= 0 else role for owner, (role, at) in begun.items()}
-        for owner, value in found.items():
+        for owner, value in by_owner.items():
             alike.setdefault(keys[owner], []).append(value)
         owners_S.append(owner_S)
         compared.append(keys)
-        values.append(found)
+        values.append(by_owner)
     means = {
-        key: float(np.mean(found)) for key, found in alike.items() if not are_equal(np.array(found))
+        key: float(np.mean(group)) for key, group in alike.items() if not are_equal(np.array(group))
     }
-    made = []
-    for owner_S, keys, found, chosen in zip(owners_S, compared, values, mask, strict=True):
+    by_rollout = []
+    for owner_S, keys, by_owner, chosen in zip(owners_S, compared, values, mask, strict=True):
         advantages = {
-            owner: value - means.get(keys[owner], value) for owner, value in found.items()
+            owner: value - means.get(keys[owner], value) for owner, value in by_owner.items()
         }
         of_S = [advantages[owner] for owner in owner_S.tolist()]
-        made.append(np.where(np.asarray(chosen, bool), of_S, 0.0))
-    return made
+        by_rollout.append(np.where(np.asarray(chosen, bool), of_S, 0.0))
+    return by_rollout
 
 
 def _conversation_values(
@@ -77,11 +74,11 @@ def _conversation_values(
         int(owner): owner_of.get(int(at)) if at >= 0 else None
         for owner, at in zip(owners, branch_turns, strict=True)
     }
-    found: dict[int, float] = {}
+    values_by_owner: dict[int, float] = {}
     # branches have higher numbers than what they go on from
     for owner in sorted(parents, reverse=True):
-        below = [value for each, value in found.items() if parents[each] == owner]
-        found[owner] = float(rewards_S[owner_S == owner].sum()) + (
+        below = [value for child, value in values_by_owner.items() if parents[child] == owner]
+        values_by_owner[owner] = float(rewards_S[owner_S == owner].sum()) + (
             float(np.mean(below)) if below else 0.0
         )
-    return found
+    return values_by_owner

@@ -68,5 +68,5 @@ def leave_one_out(reward: Array) -> Array:
     >>> leave_one_out(np.array([1.0, 0.0, 0.0])).tolist()
     [1.0, -0.5, -0.5]
     """
-    others = max(1, len(reward) - 1)
-    return np.asarray(centred(reward) * (len(reward) / others))
+    siblings = max(1, len(reward) - 1)
+    return np.asarray(centred(reward) * (len(reward) / siblings))

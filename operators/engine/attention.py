@@ -93,14 +93,14 @@ class AttentionLayout:
 
     def mask(self, window: int | None, length: int) -> torch.Tensor:
         """What is added to the scores of the active rows, float32 [n, 1, length]."""
-        found = self.masks.get(window)
-        if found is None:
+        mask = self.masks.get(window)
+        if mask is None:
             at = torch.arange(length, device=self.positions.device)
             last = self.positions[:, None, None]
             hidden = at > last if window is None else (at > last) | (at <= last - window)
-            found = torch.zeros(hidden.shape, device=at.device).masked_fill_(hidden, -torch.inf)
-            self.masks[window] = found
-        return found
+            mask = torch.zeros(hidden.shape, device=at.device).masked_fill_(hidden, -torch.inf)
+            self.masks[window] = mask
+        return mask
 
 
 def attend(
@@ -114,7 +114,7 @@ def attend(
     sliding_window: int | None = None,
     softcap: float | None = None,
     slot_layout: AttentionLayout | None = None,
-    **rest: Any,
+    **options: Any,
 ) -> tuple[torch.Tensor, None]:
     """Write the new keys and values into their pages and attend: query [1, H, N, D] to output [1,
     N, H, D].
@@ -125,14 +125,15 @@ def attend(
     if (
         slot_layout is None
         or attention_mask is not None
-        or any(rest.get(name) is not None for name in REFUSED)
+        or any(options.get(name) is not None for name in REFUSED)
     ):
-        found = [
-            name for name in REFUSED if rest.get(name) is not None
+        unsupported = [
+            name for name in REFUSED if options.get(name) is not None
         ] or "a mask of its own, or no slots"
         raise ModelError(
             f"{type(module).__name__} cannot generate from slots: its attention is called with"
-            f" {found}; use a decoder whose attention is causal, full or with a sliding window"
+            f" {unsupported}; use a decoder whose attention is causal, full or with a sliding"
+            " window"
         )
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     keys, values = slot_layout.cache.layer(module.layer_idx, key, value)  # type: ignore[arg-type]
@@ -178,16 +179,18 @@ def decode(
     keys[page, :, offset] = key.transpose(0, 1)
     values[page, :, offset] = value.transpose(0, 1)
     length = table.shape[1] * PAGE
-    seen = keys[table].transpose(1, 2).reshape(n, kv_heads, length, -1)
+    past_keys = keys[table].transpose(1, 2).reshape(n, kv_heads, length, -1)
     scores = torch.matmul(
-        query.transpose(0, 1).reshape(n, kv_heads, -1, query.shape[2]), seen.transpose(2, 3)
+        query.transpose(0, 1).reshape(n, kv_heads, -1, query.shape[2]), past_keys.transpose(2, 3)
     )
     scores = scores.float().view(n, -1, length) * scale
     if softcap is not None:
         scores = torch.tanh(scores / softcap) * softcap
     weights = torch.softmax(scores + layout.mask(window, length), dim=-1).to(values.dtype)
-    told = values[table].transpose(1, 2).reshape(n, kv_heads, length, -1)
-    return torch.matmul(weights.view(n, kv_heads, -1, length), told).view(n, query.shape[0], -1)
+    past_values = values[table].transpose(1, 2).reshape(n, kv_heads, length, -1)
+    return torch.matmul(weights.view(n, kv_heads, -1, length), past_values).view(
+        n, query.shape[0], -1
+    )
 
 
 def prefill(

@@ -92,11 +92,11 @@ def _adapt(model: torch.nn.Module, name: str, late: Mapping[str, float]) -> Self
 
     def with_borders(logits: Callable[[], torch.Tensor]) -> list[torch.Tensor]:
         """With borders where they are and, where there are late ones, with those moved."""
-        made = [logits()]
+        outputs = [logits()]
         if late:
             with moved_borders(model, late):
-                made.append(logits())
-        return made
+                outputs.append(logits())
+        return outputs
 
     expected = with_borders(
         lambda: model(input_ids=ids[None], use_cache=False).logits[0, 1:].float()
@@ -104,7 +104,7 @@ def _adapt(model: torch.nn.Module, name: str, late: Mapping[str, float]) -> Self
     model.set_attn_implementation(attention.NAME)  # type: ignore[operator]
     sizes: list[int] = []
     try:
-        found = with_borders(lambda: _from_pages(model, ids, None, sizes))
+        outputs = with_borders(lambda: _from_pages(model, ids, None, sizes))
     except ModelError:
         raise
     except Exception as error:
@@ -112,7 +112,7 @@ def _adapt(model: torch.nn.Module, name: str, late: Mapping[str, float]) -> Self
             f"model '{name}' cannot generate from slots: {type(error).__name__}: {error}; "
             "use a decoder of transformers whose layers attend through its attention interface"
         ) from error
-    worst = _differences(found, expected)
+    worst = _differences(outputs, expected)
     if not worst[0] <= allowed and torch.isfinite(expected[0]).all():
         raise ModelError(
             f"model '{name}' cannot generate from slots: its logits differ by {worst[0]:.2g}"
@@ -130,19 +130,25 @@ def _adapt(model: torch.nn.Module, name: str, late: Mapping[str, float]) -> Self
     kernel = native_kernel(model)
     if kernel is not None:
         try:
-            found = with_borders(lambda: _from_pages(model, ids, kernel, sizes))
+            outputs = with_borders(lambda: _from_pages(model, ids, kernel, sizes))
             kernel = (
-                kernel if all(each <= allowed for each in _differences(found, expected)) else None
+                kernel
+                if all(difference <= allowed for difference in _differences(outputs, expected))
+                else None
             )
         except ModelError:
             kernel = None
     fused = None
     if kernel is not None and supports(model):
         fused = FusedStep(model)
-        found = with_borders(functools.partial(_from_fused, fused, ids))
+        outputs = with_borders(functools.partial(_from_fused, fused, ids))
         fused.read_windows()
-        last = [logits[-len(found[0]) :] for logits in expected]
-        fused = fused if all(each <= allowed for each in _differences(found, last)) else None
+        last = [logits[-len(outputs[0]) :] for logits in expected]
+        fused = (
+            fused
+            if all(difference <= allowed for difference in _differences(outputs, last))
+            else None
+        )
     return SelfTest(kernel, fused, sizes[0])
 
 
@@ -155,13 +161,13 @@ def _from_fused(fused: FusedStep, ids: torch.Tensor) -> torch.Tensor:
     pages, none = torch.tensor([table], dtype=torch.int32), ids[:0]
     logits = [fused(none, none, cache, AttentionLayout(cache, none, 0, pages[:0]), [prompt])]
     for place in range(first, len(ids)):
-        here = torch.tensor([place])
+        positions = torch.tensor([place])
         logits.append(
             fused(
                 ids[place : place + 1],
-                here,
+                positions,
                 cache,
-                AttentionLayout(cache, here, place + 1, pages),
+                AttentionLayout(cache, positions, place + 1, pages),
                 [],
             )
         )
@@ -177,11 +183,11 @@ def native_kernel(model: torch.nn.Module) -> Kernel | None:
     return None if compiled is None else functools.partial(native.decode_attention, compiled)
 
 
-def _differences(found: Sequence[torch.Tensor], expected: Sequence[torch.Tensor]) -> list[float]:
+def _differences(outputs: Sequence[torch.Tensor], expected: Sequence[torch.Tensor]) -> list[float]:
     """Largest difference of each, relative to the largest that was expected."""
     return [
         float((logits.float() - own).abs().max() / own.abs().max().clamp(min=1e-6))
-        for logits, own in zip(found, expected, strict=True)
+        for logits, own in zip(outputs, expected, strict=True)
     ]
 
 
@@ -209,25 +215,25 @@ def _from_pages(
     ]
     ends = put(np.array([0, 1], np.int32)), put(np.zeros(1, np.int32))
     for place in range(len(prompt), len(ids)):
-        here = put(np.array([place]))
+        positions = put(np.array([place]))
         passes.append(
             (
                 ids[place : place + 1],
-                here,
-                AttentionLayout(cache, here, place + 1, table, *ends, kernel=kernel),
+                positions,
+                AttentionLayout(cache, positions, place + 1, table, *ends, kernel=kernel),
             )
         )
     first = torch.arange(1, len(prompt), device=ids.device)
-    asked: list[torch.Tensor | int] = [first, *[0] * (len(passes) - 1)]
+    keeps: list[torch.Tensor | int] = [first, *[0] * (len(passes) - 1)]
     logits = [
         model(
             input_ids=tokens[None],
             position_ids=at[None],
             use_cache=False,
-            logits_to_keep=kept,
+            logits_to_keep=keep,
             slot_layout=layout,
         ).logits[0]
-        for kept, (tokens, at, layout) in zip(asked, passes, strict=True)
+        for keep, (tokens, at, layout) in zip(keeps, passes, strict=True)
     ]
     if len(logits[0]) != len(first):
         raise ModelError(

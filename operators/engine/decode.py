@@ -67,7 +67,7 @@ class Alternatives:
         return self._found.get(ticket, [])
 
     def take(self, ticket: int) -> list[Likeliest]:
-        """The same, and the rollout asks no more."""
+        """The same, and forget the rollout."""
         self._asked.pop(ticket, None)
         return self._found.pop(ticket, [])
 
@@ -84,7 +84,7 @@ class Alternatives:
             return
         most = max(self._asked[ticket] for ticket in tickets[at].tolist())
         ids, logprobs = (
-            found.cpu().numpy()[at] for found in likeliest(logits, sampling, most, seen=seen)
+            tensor.cpu().numpy()[at] for tensor in likeliest(logits, sampling, most, seen=seen)
         )
         for ticket, tokens, values in zip(
             tickets[at].tolist(), ids.tolist(), logprobs.tolist(), strict=True
@@ -243,14 +243,18 @@ class Engine:
                 counts = [len(prefix.tables) for prefix in new]
                 tables = [list(table) for prefix in new for table in prefix.tables]
                 self.rows.add(rows, tables, np.repeat(np.arange(len(new)), counts))
-            seen = self.rows.seen(self.vocabulary)
+            seen_mask = self.rows.seen(self.vocabulary)
             drawn = self._draw(
-                logits, self.rows.sampled(), *self.rows.draws(), seen=seen, keep=self._record_mask
+                logits,
+                self.rows.sampled(),
+                *self.rows.draws(),
+                seen=seen_mask,
+                keep=self._record_mask,
             )
             if self._record_mask:
-                self.rows.note_masks(drawn.left)
+                self.rows.note_masks(drawn.kept_tokens)
             self.alternatives.note(
-                self.rows.ticket[: self.rows.n], logits, self.rows.sampled(), seen
+                self.rows.ticket[: self.rows.n], logits, self.rows.sampled(), seen_mask
             )
             tokens, logprobs = drawn.tokens, drawn.logprobs
         self.drawn, self.looked = (
@@ -279,11 +283,11 @@ class Engine:
         """Rows found to have ended: `lag` steps ago, now for their length, or before, when it had
         to be known.
         """
-        found, self._early = self._early, []
+        ended, self._early = self._early, []
         late = self._rows_of(self._late.due())
-        found += self._take(late, self._late.lag) if len(late) else []
+        ended += self._take(late, self._late.lag) if len(late) else []
         full = np.nonzero(self.rows.lengths >= self.rows.limits)[0]
-        return found + (self._take(full, 0) if len(full) else [])
+        return ended + (self._take(full, 0) if len(full) else [])
 
     def _settle(self) -> None:
         """Take out now the rows that ended in the newest step."""
@@ -301,9 +305,9 @@ class Engine:
         self._settle()
         gone = set(tickets)
         rows = self._rows_of(gone)
-        found = [*self.parked.take_out(gone), *self.rows.taken(rows)]
+        aborted = [*self.parked.take_out(gone), *self.rows.taken(rows)]
         self._release(rows)
-        return [row.ended(ABORTED) for row in found]
+        return [row.ended(ABORTED) for row in aborted]
 
     @torch.inference_mode()
     def progress(self, ticket: int) -> Row | None:
@@ -341,8 +345,8 @@ class Engine:
             self.park_all()
 
     def park_all(self) -> None:
-        """Take all rows out of their pages; they go on with the next step, with keys and values
-        computed anew.
+        """Take all rows out of their pages; the next step continues them with keys and values
+        computed again.
         """
         self._settle()
         self._park(np.arange(self.rows.n))
@@ -386,8 +390,8 @@ class Engine:
         return new, rows
 
     def _begin(self, start: PromptStart, new: list[Prefix], rows: list[Row]) -> None:
-        """A prompt's rollouts join the step; those that have drawn before join the next, as parked
-        ones do.
+        """Add a prompt's rollouts to the step; rollouts with tokens of earlier draws join the next
+        step, as parked rows do.
         """
         self._watch(start.stop)
         self.alternatives.ask(start.tickets, start.alternatives)
@@ -404,16 +408,16 @@ class Engine:
         """Pages for the rows that begin with these tokens: known ones, shared new ones, each row's
         own.
         """
-        known = self.pages.find(tokens)
+        cached = self.pages.find(tokens)
         whole = len(tokens) // PAGE
-        self.pages.share(known)
-        near, alike = (-1, 0) if self.fused is None else self.pages.near(tokens, len(known))
-        common = known + self.pages.take(whole - len(known))
+        self.pages.share(cached)
+        near, alike = (-1, 0) if self.fused is None else self.pages.near(tokens, len(cached))
+        common = cached + self.pages.take(whole - len(cached))
         self.pages.share(common, rows - 1)
         self.pages.remember(tokens, common)
         own = pages_for(len(tokens)) - whole
         tables = [common + self.pages.take(own) for _ in range(rows)]
-        return Prefix(tokens=tokens, cached=len(known), tables=tables, near=near, alike=alike)
+        return Prefix(tokens=tokens, cached=len(cached), tables=tables, near=near, alike=alike)
 
     def _forward(self, new: Sequence[Prefix]) -> torch.Tensor:
         """Logits of every active row and, once for each of its rows, of every new prefix."""
@@ -455,8 +459,8 @@ class Engine:
             self._kernel,
         )
         logits = fused(rows.last[at], layout.positions, self.cache, layout, new)
-        others = np.nonzero(first[place] != np.arange(rows.n))[0]
-        self.cache.copy(*rows.written(first[place[others]]), *rows.written(others))
+        copies = np.nonzero(first[place] != np.arange(rows.n))[0]
+        self.cache.copy(*rows.written(first[place[copies]]), *rows.written(copies))
         return logits
 
     def _modular(self, new: Sequence[Prefix]) -> torch.Tensor:
@@ -508,8 +512,7 @@ class Engine:
         return output.logits[0]  # type: ignore[no-any-return]
 
     def _take(self, rows: AnyArray, behind: int) -> list[EndedRollout]:
-        """Take the rows that ended out of the batch; those that only might have hit a stop string
-        stay.
+        """Take ended rows out of the batch; rows that only might have hit a stop string stay.
 
         behind: tokens that these rows have drawn since, which are cut off.
         """
@@ -517,8 +520,8 @@ class Engine:
             rows, finished = self.rows.ended(rows, self._ends, behind)
         broken = [
             row
-            for row, found in zip(rows.tolist(), finished, strict=True)
-            if found.reason == BROKEN
+            for row, ending in zip(rows.tolist(), finished, strict=True)
+            if ending.reason == BROKEN
         ]
         if broken:
             self._burn(broken)
@@ -540,7 +543,7 @@ class Engine:
         self.cache.clear(self._put(np.array(alone, dtype=np.int64)))
 
     def _park(self, rows: AnyArray) -> None:
-        """Take rows out of the batch, to go on later with a prefix that is computed anew."""
+        """Take rows out of the batch; they continue later with a prefix that is computed again."""
         self.parked.add(self.rows.taken(rows))
         self._release(rows)
 
@@ -554,9 +557,9 @@ class Engine:
             return
         if len(self._watched) >= MOST_STOPS:
             live = (self._stop, *self.rows.stop, *(row.stop for row in self.parked))
-            self._watched = {id(each): each for each in live if each is not None}
+            self._watched = {id(strings): strings for strings in live if strings is not None}
         self._watched[id(stop)] = stop
-        masks = [each.may_stop(self.vocabulary) for each in self._watched.values()]
+        masks = [strings.may_stop(self.vocabulary) for strings in self._watched.values()]
         self._checked = (
             torch.stack([torch.from_numpy(self._ends), *masks]).any(dim=0).to(self.device)
         )

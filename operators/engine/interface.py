@@ -1,4 +1,4 @@
-"""What an engine offers to the runtime and to a server, whoever makes its forward passes."""
+"""The interface of an engine to the runtime and to a server, whatever runs its forward passes."""
 
 from __future__ import annotations
 

@@ -178,7 +178,7 @@ class GeneratorKnobs(Generate):
 
     def faults(self) -> list[str]:
         """Knobs that cannot be right, each as: what is wrong, what was found, what to do."""
-        found = [
+        faults = [
             f"'{self.name}' needs {knob} of at least {least}, but got {value!r}; raise it"
             for knob, least, value in (
                 ("group_size", 1, self.group_size),
@@ -194,47 +194,47 @@ class GeneratorKnobs(Generate):
             if not _is_whole(value) or value < least
         ]
         if not _is_number(self.temperature) or not 0 <= self.temperature < float("inf"):
-            found.append(
+            faults.append(
                 f"'{self.name}' needs a temperature of 0 or more, but got {self.temperature!r}; "
                 "use 1.0 to sample from the policy itself, 0 for the likeliest token"
             )
         if not _is_number(self.top_p) or not 0 < self.top_p <= 1:
-            found.append(
+            faults.append(
                 f"'{self.name}' needs top_p above 0 and at most 1, but got {self.top_p!r}; use 1.0"
                 " for all"
             )
         if not _is_number(self.min_p) or not 0 <= self.min_p <= 1:
-            found.append(
+            faults.append(
                 f"'{self.name}' needs min_p from 0 to 1, but got {self.min_p!r}; use 0.0 for all"
                 " tokens"
             )
         if not _is_number(self.repetition_penalty) or not 0 < self.repetition_penalty < float(
             "inf"
         ):
-            found.append(
+            faults.append(
                 f"'{self.name}' needs a repetition_penalty above 0, but got"
                 f" {self.repetition_penalty!r}; use 1.0 for none"
             )
-        if not isinstance(self.stop, tuple) or not all(_is_stop(each) for each in self.stop):
-            found.append(
+        if not isinstance(self.stop, tuple) or not all(_is_stop(word) for word in self.stop):
+            faults.append(
                 f"'{self.name}' needs stop as a tuple of token ids and strings that are not empty, "
                 f'but got {self.stop!r}; give it as stop=("END",)'
             )
-        found += options_faults(self.name, self.chat, self.chat_template_kwargs)
+        faults += options_faults(self.name, self.chat, self.chat_template_kwargs)
         if self.on_update not in ("keep", "recompute"):
-            found.append(
+            faults.append(
                 f"'{self.name}' got on_update={self.on_update!r}, which is not known; use \"keep\""
                 ' or "recompute"'
             )
         if self.engine not in ("native", "vllm"):
-            found.append(
+            faults.append(
                 f"'{self.name}' got engine={self.engine!r}, which is not known; use \"native\" or"
                 ' "vllm"'
             )
         own = {"sampling_mask": False, "weights": "model", "tensor_parallel": 1, "compile": False}
         unlike = [knob for knob, value in own.items() if (getattr(self, knob) or value) != value]
         if self.engine == "vllm" and unlike:
-            found.append(
+            faults.append(
                 f"'{self.name}' runs on vLLM, which does not serve {unlike[0]}, but got"
                 f" {unlike[0]}="
                 f'{getattr(self, unlike[0])!r}; leave it out, or use engine="native"'
@@ -242,7 +242,7 @@ class GeneratorKnobs(Generate):
         own = {"weights": "model", "tensor_parallel": 1}
         unlike = [knob for knob, value in own.items() if getattr(self, knob) != value]
         if self.compile and unlike and self.engine == "native":
-            found.append(
+            faults.append(
                 f"'{self.name}' compiles layers of whole models that compute as they are, but got"
                 f" {unlike[0]}={getattr(self, unlike[0])!r}; leave it out, or compile"
             )
@@ -251,7 +251,7 @@ class GeneratorKnobs(Generate):
             and self.engine == "vllm"
             and holds_adapters(self.model.source)
         ):
-            found.append(
+            faults.append(
                 f"'{self.name}' runs on vLLM, which is given whole models, but {self.model.source}"
                 " holds adapters "
                 f'alone; use engine="native", or merge them with peft and give the folder of the'
@@ -260,29 +260,29 @@ class GeneratorKnobs(Generate):
         own = {"engine": "native", "weights": "model"}
         unlike = [knob for knob, value in own.items() if getattr(self, knob) != value]
         if isinstance(self.model, Model) and self.model.lora is not None and unlike:
-            found.append(
+            faults.append(
                 f"'{self.name}' merges adapters (lora=) into weights of its own, but got"
                 f" {unlike[0]}={getattr(self, unlike[0])!r}; use {unlike[0]}={own[unlike[0]]!r}, or"
                 " a Model without lora"
             )
         if self.weights == "bfloat16" and self.tensor_parallel > 1:
-            found.append(
+            faults.append(
                 f"'{self.name}' casts whole models with weights='bfloat16', but got"
                 " tensor_parallel="
                 f'{self.tensor_parallel}; use Model(dtype="bfloat16"), or one rank'
             )
         if self.weights not in WEIGHTS:
-            found.append(
+            faults.append(
                 f"'{self.name}' got weights={self.weights!r}, which is not known; use one of"
                 f" {list(WEIGHTS)}"
             )
         if isinstance(self.model, Model) and self.model.head != "lm":
-            found.append(
+            faults.append(
                 f"'{self.name}' generates with model '{self.model.name}', whose head is"
                 f" {self.model.head!r}; "
                 f'give it a Model with head="lm"'
             )
-        return found
+        return faults
 
 
 def options_faults(name: str, chat: bool, options: object) -> list[str]:

@@ -25,9 +25,7 @@ class KVCache:
     """
 
     def __init__(self, pages: int) -> None:
-        """Make room for `pages` pages, and one more that nobody reads, for rows that only fill up a
-        batch.
-        """
+        """Allocate `pages` pages, and one more that pads a batch and is never read."""
         self.pages = pages
         self.scratch = pages
         self._layers: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
@@ -36,11 +34,11 @@ class KVCache:
         self, index: int, key: torch.Tensor, value: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys [P + 1, H, PAGE, D] and values of a layer, made like its new ones [1, H, N, D]."""
-        found = self._layers.get(index)
-        if found is None:
-            found = (self._empty(key), self._empty(value))
-            self._layers[index] = found
-        return found
+        pair = self._layers.get(index)
+        if pair is None:
+            pair = (self._empty(key), self._empty(value))
+            self._layers[index] = pair
+        return pair
 
     @property
     def layers(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
@@ -74,9 +72,7 @@ class KVCache:
             side[to_pages, :, to_places] = side[from_pages, :, from_places]
 
     def drop(self) -> None:
-        """Give the memory back; nobody may read what was in it. It is taken again when it is
-        written.
-        """
+        """Free the memory; its content is lost. It is allocated again at the next write."""
         self._layers.clear()
 
     def _empty(self, like: torch.Tensor) -> torch.Tensor:
@@ -100,15 +96,16 @@ def page_count(*, slots: int, context_tokens: int, token_bytes: int, budget: int
     Raises:
         ModelError: not even one sequence fits.
     """
-    each = pages_for(context_tokens)
+    slot_pages = pages_for(context_tokens)
     affordable = budget // max(1, PAGE * token_bytes)
-    if affordable < each:
+    if affordable < slot_pages:
         raise ModelError(
             f"the KV-cache cannot hold one rollout: {context_tokens} tokens take"
-            f" {each * PAGE * token_bytes} bytes ({token_bytes} each), but its budget is {budget}"
+            f" {slot_pages * PAGE * token_bytes} bytes ({token_bytes} each), but its budget is"
+            f" {budget}"
             " bytes; raise cache_bytes, or lower context_tokens"
         )
-    return min(affordable, slots * each)
+    return min(affordable, slots * slot_pages)
 
 
 def default_budget(device: torch.device, weights: int) -> int:

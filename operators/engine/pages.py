@@ -106,7 +106,7 @@ class Pages:
             raise MemoryError(
                 f"{count} pages of the KV-cache are needed, {self.available} are available"
             )
-        taken = []
+        pages = []
         for _ in range(count):
             if not self._free:
                 page, _ = self._idle.popitem(last=False)
@@ -114,8 +114,8 @@ class Pages:
                 self._free.append(page)
             page = self._free.pop()
             self._holders[page] = 1
-            taken.append(page)
-        return taken
+            pages.append(page)
+        return pages
 
     def share(self, pages: Sequence[int], times: int = 1) -> None:
         """Let `times` more rows hold these pages."""
@@ -140,29 +140,29 @@ class Pages:
         """Pages that hold the longest known prefix of these tokens, int64 [n], but at most n - 1 of
         them.
         """
-        found: list[int] = []
+        pages: list[int] = []
         if self._by_key:
             for key in _keys(tokens[: len(tokens) - 1]):
                 page = self._by_key.get(key)
                 if page is None:
                     break
-                found.append(page)
-        return found
+                pages.append(page)
+        return pages
 
-    def near(self, tokens: AnyArray, known: int) -> tuple[int, int]:
+    def near(self, tokens: AnyArray, known_pages: int) -> tuple[int, int]:
         """The page held by some row that begins most like these tokens do behind their first
-        `known` pages, and how many tokens are alike, at most all but the last; (-1, 0) without
-        any.
+        `known_pages` pages, and how many tokens are alike, at most all but the last; (-1, 0)
+        without any.
         """
-        keys = _keys(tokens[: known * PAGE])
+        keys = _keys(tokens[: known_pages * PAGE])
         behind = self._behind.get(keys[-1] if keys else b"", {})
-        wanted = tokens[known * PAGE : len(tokens) - 1][:PAGE]
-        found, alike = -1, 0
+        ahead = tokens[known_pages * PAGE : len(tokens) - 1][:PAGE]
+        nearest, alike = -1, 0
         for page in list(behind)[-MOST_NEAR:]:
-            same = int((behind[page][: len(wanted)] == wanted).cumprod().sum())
+            same = int((behind[page][: len(ahead)] == ahead).cumprod().sum())
             if same > alike and self._holders[page]:
-                found, alike = page, same
-        return found, alike
+                nearest, alike = page, same
+        return nearest, alike
 
     def remember(self, tokens: AnyArray, pages: Sequence[int]) -> None:
         """Let the full pages of these tokens be found from now on."""

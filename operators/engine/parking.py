@@ -17,9 +17,7 @@ from operators.models.errors import ModelError
 
 
 class Parked:
-    """Rows outside the batch, the oldest first; each goes on with a prefix that is computed
-    anew.
-    """
+    """Rows outside the batch, oldest first; each continues with a prefix that is computed again."""
 
     def __init__(self) -> None:
         self._rows: list[Row] = []
@@ -35,8 +33,8 @@ class Parked:
         self._rows = sorted([*self._rows, *rows], key=lambda row: row.age)
 
     def due(self, rows: Rows, pages: Pages) -> Iterator[Row]:
-        """Those that go on in this step, as far as slots and pages reach, each let go of here; who
-        takes one takes its pages before the next.
+        """The rows that continue in this step, as far as slots and pages reach. Each is released
+        here; the caller takes its pages before the next. rows: the batch, which they join together.
 
         rows: the batch, which they join all at once.
         """
@@ -49,7 +47,7 @@ class Parked:
             yield self._rows.pop(0)
 
     def take_out(self, tickets: Collection[int]) -> list[Row]:
-        """Those of these tickets, which are let go of."""
+        """Remove and return the rows of these tickets."""
         gone = [row for row in self._rows if row.ticket in tickets]
         self._rows = [row for row in self._rows if row.ticket not in tickets]
         return gone
@@ -58,25 +56,25 @@ class Parked:
         self, since: Callable[[int], int], least: int
     ) -> list[tuple[int, PartialRollout]]:
         """As `Engine.new_tokens`, of these."""
-        found = []
+        partials = []
         for row in self._rows:
             begin = since(row.ticket)
             if len(row.tokens) - row.start - begin >= least:
-                found.append(
+                partials.append(
                     (
                         row.ticket,
                         PartialRollout(begin=begin, tokens=row.tokens[row.start + begin :]),
                     )
                 )
-        return found
+        return partials
 
 
-def to_park(rows: Rows, pages: Pages, wanted: int) -> AnyArray:
+def to_park(rows: Rows, pages: Pages, page_count: int) -> AnyArray:
     """Rows to be parked so that so many pages come free, int [k]. Raises ModelError where one row
     alone holds all.
     """
-    owned = [sum(pages.holders(page) == 1 for page in held) for held in rows.pages]
-    chosen = youngest(rows.age[: rows.n].tolist(), owned, wanted)
+    owned = [sum(pages.holders(page) == 1 for page in row_pages) for row_pages in rows.pages]
+    chosen = youngest(rows.age[: rows.n].tolist(), owned, page_count)
     if not chosen:
         raise ModelError(
             f"one row has outgrown the KV-cache of {pages.count} pages; lower its limit"
@@ -84,8 +82,8 @@ def to_park(rows: Rows, pages: Pages, wanted: int) -> AnyArray:
     return np.array(chosen)
 
 
-def youngest(ages: Sequence[int], owned: Sequence[int], wanted: int) -> list[int]:
-    """Rows to park so that at least `wanted` pages come free: the youngest first, never the oldest
+def youngest(ages: Sequence[int], owned: Sequence[int], missing: int) -> list[int]:
+    """Rows to park so that at least `missing` pages come free: the youngest first, never the oldest
     of all.
 
     ages: by row, larger for rows that started later. owned: pages that only this row holds.
@@ -93,8 +91,8 @@ def youngest(ages: Sequence[int], owned: Sequence[int], wanted: int) -> list[int
     order = sorted(range(len(ages)), key=lambda row: -ages[row])
     chosen: list[int] = []
     for row in order[:-1]:
-        if wanted <= 0:
+        if missing <= 0:
             break
         chosen.append(row)
-        wanted -= owned[row]
+        missing -= owned[row]
     return chosen

@@ -31,5 +31,5 @@ class StopCache:
 
     def _make(self, stop: tuple[str, ...], ids: tuple[int, ...]) -> StopStrings | None:
         tokens, texts = apart(self._tokenizer, (*ids, *stop))
-        left = [token for token in tokens if token not in self._ends]
-        return StopStrings(self._tokenizer, (*left, *texts)) if left or texts else None
+        token_ids = [token for token in tokens if token not in self._ends]
+        return StopStrings(self._tokenizer, (*token_ids, *texts)) if token_ids or texts else None

@@ -173,7 +173,7 @@ class Rows:
         return first[order], place[kind]
 
     def tell_apart(self, tokens: AnyArray) -> None:
-        """Rows that were alike and drew other tokens, int64 [n], are so no more."""
+        """Mark rows, int64 [n], as different: they were alike until they drew different tokens."""
         _, self.alike[: self.n] = np.unique(
             self.alike[: self.n] * (int(tokens.max(initial=0)) + 1) + tokens, return_inverse=True
         )
@@ -261,7 +261,7 @@ class Rows:
         self._table_there[self.n : count] = page
 
     def give_page(self, row: int, page: int) -> None:
-        """One more page for a row; `place_pages` tells the device."""
+        """Append a page to a row; `place_pages` copies that to the device."""
         at = len(self.pages[row])
         self._widen((at + 1) * PAGE)
         self.pages[row].append(page)
@@ -288,16 +288,16 @@ class Rows:
         live[_LENGTH] += 1
         self._host[_LENGTH, : self.n] += 1
 
-    def note_masks(self, left: torch.Tensor | None) -> None:
+    def note_masks(self, left_mask: torch.Tensor | None) -> None:
         """Note which tokens truncation left in the newest draw, bool [n, V]; None: all of them."""
         none: AnyArray = np.zeros(0, np.int32)
-        found = [none] * self.n
-        if left is not None:
-            counts = left.sum(-1).cpu().numpy()
-            ids = left.nonzero()[:, 1].int().cpu().numpy()
+        row_masks = [none] * self.n
+        if left_mask is not None:
+            counts = left_mask.sum(-1).cpu().numpy()
+            ids = left_mask.nonzero()[:, 1].int().cpu().numpy()
             parts = np.split(ids, np.cumsum(counts)[:-1])
-            found = [none if len(part) == left.shape[1] else part for part in parts]
-        for masks, mask in zip(self.masks, found, strict=True):
+            row_masks = [none if len(part) == left_mask.shape[1] else part for part in parts]
+        for masks, mask in zip(self.masks, row_masks, strict=True):
             if masks is not None:
                 masks.append(mask)
 
@@ -355,21 +355,23 @@ class Rows:
         [k].
         """
         places = np.arange(len(rows)) if places is None else places
-        found = []
+        rollouts = []
         for row, place, length in zip(
             rows.tolist(), places, (self.lengths[rows] - cut).tolist(), strict=True
         ):
             start, masks = int(self.starts[row]), self.masks[row]
             mask = None if masks is None else SamplingMask.of(masks[: length - start], before=start)
             ids, logprobs, versions = (table[place, :length].copy() for table in drawn)
-            found.append(RolloutTokens(ids, np.arange(length) >= start, logprobs, versions, mask))
-        return found
+            rollouts.append(
+                RolloutTokens(ids, np.arange(length) >= start, logprobs, versions, mask)
+            )
+        return rollouts
 
     def ended(
         self, at: AnyArray, ends: AnyArray, behind: int = 0
     ) -> tuple[AnyArray, list[EndedRollout]]:
         """Which of the rows `at` have ended, and what they wrote; rows that only might have hit a
-        stop string have not.
+        stop string do not count.
 
         ends: tokens that end a row, bool [V]. behind: tokens that these rows have drawn since,
         which are cut off.
@@ -389,10 +391,10 @@ class Rows:
             if text is not None:
                 texts[int(i)] = text
                 stopped[i] = True
-        which = np.nonzero(broken | stopped | too_long)[0]
+        ended = np.nonzero(broken | stopped | too_long)[0]
         reasons = np.where(broken, BROKEN, np.where(stopped, STOPPED, TOO_LONG))
-        written = self.rollouts(at[which], drawn, which, behind + broken[which])
-        return at[which], [
+        written = self.rollouts(at[ended], drawn, ended, behind + broken[ended])
+        return at[ended], [
             EndedRollout(
                 ticket=int(tickets[i]),
                 tokens=tokens,
@@ -400,7 +402,7 @@ class Rows:
                 reason=int(reasons[i]),
                 text=texts.get(i),
             )
-            for i, tokens in zip(which.tolist(), written, strict=True)
+            for i, tokens in zip(ended.tolist(), written, strict=True)
         ]
 
     def new_tokens(
@@ -414,23 +416,23 @@ class Rows:
         """
         counts = self.lengths - self.starts - behind
         at = np.nonzero(counts >= least)[0]
-        known = np.array([since(ticket) for ticket in self.ticket[at].tolist()], np.int64)
-        due = counts[at] - known >= least
-        at, known = at[due], known[due]
+        firsts = np.array([since(ticket) for ticket in self.ticket[at].tolist()], np.int64)
+        due = counts[at] - firsts >= least
+        at, firsts = at[due], firsts[due]
         if not len(at):
             return []
         starts = self.starts[at]
-        tokens, logprobs, versions = self.between(at, starts + known, starts + counts[at])
-        bounds = np.concatenate([[0], np.cumsum(counts[at] - known)]).tolist()
-        found = []
+        tokens, logprobs, versions = self.between(at, starts + firsts, starts + counts[at])
+        bounds = np.concatenate([[0], np.cumsum(counts[at] - firsts)]).tolist()
+        partials = []
         for row, begin, (first, end) in zip(
-            at.tolist(), known.tolist(), itertools.pairwise(bounds), strict=True
+            at.tolist(), firsts.tolist(), itertools.pairwise(bounds), strict=True
         ):
             masks, cut = self.masks[row], slice(first, end)
             mask = None if masks is None else SamplingMask.of(masks[begin : begin + end - first])
             drawn = RolloutTokens.drawn(tokens[cut], logprobs[cut], versions[cut], mask)
-            found.append((int(self.ticket[row]), PartialRollout(begin=begin, tokens=drawn)))
-        return found
+            partials.append((int(self.ticket[row]), PartialRollout(begin=begin, tokens=drawn)))
+        return partials
 
     def remove(self, rows: AnyArray) -> list[list[int]]:
         """Take rows out of the batch; the others close up in their order. Returns the pages they
@@ -438,22 +440,22 @@ class Rows:
         """
         stays = np.ones(self.n, bool)
         stays[rows] = False
-        keep, left = np.nonzero(stays)[0], int(stays.sum())
+        keep, count = np.nonzero(stays)[0], int(stays.sum())
         self._free += self._host[_SLOT, rows].tolist()
-        held = [self.pages[row] for row in rows.tolist()]
+        pages = [self.pages[row] for row in rows.tolist()]
         for name in ("pages", "sampling", "stop", "masks"):
             column = getattr(self, name)
             setattr(self, name, [column[row] for row in keep.tolist()])
-        there = self._put(keep)
-        self._columns[:, :left] = self._columns[:, there]
-        self._table_there[:left] = self._table_there[there]
-        self._host[:, :left] = self._host[:, keep]
-        self._table[:left] = self._table[keep]
+        keep_on_device = self._put(keep)
+        self._columns[:, :count] = self._columns[:, keep_on_device]
+        self._table_there[:count] = self._table_there[keep_on_device]
+        self._host[:, :count] = self._host[:, keep]
+        self._table[:count] = self._table[keep]
         for by_row in (self.ticket, self.age, self.alike, self._held):
-            by_row[:left] = by_row[keep]
-        self.n = left
+            by_row[:count] = by_row[keep]
+        self.n = count
         self._runs = self._mixed = None
-        return held
+        return pages
 
     def _see(self, row: int, vocabulary: int) -> None:
         assert self._seen is not None

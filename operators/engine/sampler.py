@@ -38,20 +38,20 @@ def left_out(scores: Tensor, shares: Tensor, knobs: RowSampling) -> Tensor | Non
     """Which tokens truncation leaves out, bool [n, V]; None where no row truncates. shares: softmax
     of the scores.
     """
-    found = None
+    gone = None
     if knobs.top_k is not None:
         widest = min(knobs.widest, scores.shape[-1])
         likeliest = _largest(scores, widest)
         last = (knobs.top_k.clamp(1, widest) - 1).expand(len(scores), 1)
-        found = (scores < likeliest.gather(-1, last)) & (knobs.top_k > 0)
+        gone = (scores < likeliest.gather(-1, last)) & (knobs.top_k > 0)
     if knobs.top_p is not None:
-        rest = shares if found is None else shares.masked_fill(found, 0)
-        outside = rest < _least_of_nucleus(rest, knobs.top_p)
-        found = outside if found is None else found | outside
+        remaining = shares if gone is None else shares.masked_fill(gone, 0)
+        outside = remaining < _least_of_nucleus(remaining, knobs.top_p)
+        gone = outside if gone is None else gone | outside
     if knobs.min_p is not None:
         unlikely = shares < shares.amax(dim=-1, keepdim=True) * knobs.min_p
-        found = unlikely if found is None else found | unlikely
-    return found
+        gone = unlikely if gone is None else gone | unlikely
+    return gone
 
 
 def _least_of_nucleus(shares: Tensor, top_p: Tensor) -> Tensor:
@@ -59,14 +59,14 @@ def _least_of_nucleus(shares: Tensor, top_p: Tensor) -> Tensor:
     up to 1.
     """
     width = shares.shape[-1]
-    wanted = top_p * block_sums(shares).sum(dim=-1, keepdim=True, dtype=torch.float64)
+    target = top_p * block_sums(shares).sum(dim=-1, keepdim=True, dtype=torch.float64)
     few = [count for count in NUCLEI if shares.is_cpu and not _sorts(count, width)]
     for count in (*few, width):
         ordered = _largest(shares, count)
         reached = ordered.cumsum(-1, dtype=torch.float64)
-        if count == width or bool(((reached[:, -1:] >= wanted) | top_p.isinf()).all()):
+        if count == width or bool(((reached[:, -1:] >= target) | top_p.isinf()).all()):
             break
-    last = torch.searchsorted(reached, wanted).clamp_(max=ordered.shape[-1] - 1)
+    last = torch.searchsorted(reached, target).clamp_(max=ordered.shape[-1] - 1)
     return ordered.gather(-1, last).masked_fill(top_p.isinf(), 0)
 
 
@@ -117,7 +117,7 @@ class Draw(NamedTuple):
     """int64 [n]."""
     logprobs: Tensor
     """Of the distribution really drawn from, float32 [n]; not finite for broken logits."""
-    left: Tensor | None
+    kept_tokens: Tensor | None
     """The tokens that truncation left, bool [n, V], where that was asked for and the sampling
     truncates."""
 
@@ -159,17 +159,17 @@ def draw(
     if gone is not None:
         shares.masked_fill_(gone, 0)
     tokens, logprobs = _pick(shares, uniform(seeds, counts))
-    left = None
+    mask = None
     if keep and knobs.truncates:
-        left = torch.ones_like(scores, dtype=torch.bool) if gone is None else ~gone
+        mask = torch.ones_like(scores, dtype=torch.bool) if gone is None else ~gone
     if knobs.greedy is not None:
         best, likeliest = scores.max(dim=-1)
         greedy = knobs.greedy[:, 0]
         tokens = torch.where(greedy, likeliest, tokens)
         logprobs = torch.where(greedy, best - best, logprobs)
-        if left is not None:
-            left = torch.where(knobs.greedy, _only(likeliest[:, None], scores), left)
-    return Draw(tokens, logprobs, left)
+        if mask is not None:
+            mask = torch.where(knobs.greedy, _only(likeliest[:, None], scores), mask)
+    return Draw(tokens, logprobs, mask)
 
 
 def likeliest(

@@ -9,8 +9,8 @@ from operators.engine.decode import Engine
 
 @torch.inference_mode()
 def put_aside(engine: Engine) -> list[torch.Tensor]:
-    """Give back keys and values, packed weights and captured steps; live rows wait as parked ones
-    do.
+    """Free keys and values, packed weights and captured steps; live rows wait as parked ones do.
+    Returns the model's tensors, which stay unread until `Engine.adopted`; make no step before it.
 
     Returns the model's tensors, which nobody reads until `Engine.adopted`; no step may be made
     before it.

@@ -96,11 +96,11 @@ def apart(tokenizer: Any, stop: Sequence[str | int]) -> tuple[list[int], tuple[s
     """
     special = special_tokens(tokenizer)
     ids = [
-        each if isinstance(each, int) else special[each]
-        for each in stop
-        if isinstance(each, int) or each in special
+        word if isinstance(word, int) else special[word]
+        for word in stop
+        if isinstance(word, int) or word in special
     ]
-    strings = tuple(each for each in stop if isinstance(each, str) and each not in special)
+    strings = tuple(word for word in stop if isinstance(word, str) and word not in special)
     for text in strings:
         if (fault := mixed_stop(text, special)) is not None:
             raise ModelError(fault)
@@ -155,8 +155,8 @@ def stops_of(
 
 def end_tokens(model: Any, tokenizer: Any) -> list[int]:
     """Every id that ends a sequence: of the generation config, the config and the tokenizer."""
-    found: set[int] = set()
+    tokens: set[int] = set()
     for holder in (getattr(model, "generation_config", None), model.config, tokenizer):
         ids = getattr(holder, "eos_token_id", None)
-        found.update([ids] if isinstance(ids, int) else ids or [])
-    return sorted(found)
+        tokens.update([ids] if isinstance(ids, int) else ids or [])
+    return sorted(tokens)

@@ -66,11 +66,11 @@ class Play:
     total: Callable[[Sequence[float]], float]
     """From the rewards of all turns to the column."""
 
-    def heard(self, seen: Seen) -> str:
-        """What the policy hears of it."""
-        if self.wording is None or isinstance(seen.raw, InvalidAction):
-            return sound(seen.text)
-        return sound(self.wording(seen.raw)) if seen.raw is not None else ""
+    def heard(self, observation: Seen) -> str:
+        """The observation as text for the policy."""
+        if self.wording is None or isinstance(observation.raw, InvalidAction):
+            return sound(observation.text)
+        return sound(self.wording(observation.raw)) if observation.raw is not None else ""
 
 
 _FUNCTIONS: dict[str, Callable[..., Coroutine[Any, Any, float]]] = {}
@@ -109,13 +109,13 @@ class Player:
         facts = json.loads(task)
         pool = self._pool()
         async with pool.lend() as session:
-            seen = await self._asked(lambda: session.reset(facts, seed_of(facts)), "begin")
-            if seen.terminated or seen.truncated:
+            observation = await self._asked(lambda: session.reset(facts, seed_of(facts)), "begin")
+            if observation.terminated or observation.truncated:
                 raise WorldFailed(
                     f"'{self._name}' is over before the policy has said anything; found task"
                     f" {task:.100}; leave it out"
                 )
-            first = self._play.heard(seen)
+            first = self._play.heard(observation)
             if first and not stands_in(first, prompt):
                 chat.hear(first)
             value = await self._turns(chat, session)
@@ -130,13 +130,13 @@ class Player:
         total = self._play.total
         try:
             while True:
-                seen = await self._turn(chat, session)
-                reward = checked_reward(seen.reward, self._name)
+                observation = await self._turn(chat, session)
+                reward = checked_reward(observation.reward, self._name)
                 if reward is not None:
                     rewards.append(reward)
                     chat.reward(reward)
-                chat.hear(self._play.heard(seen))
-                if seen.terminated or seen.truncated:
+                chat.hear(self._play.heard(observation))
+                if observation.terminated or observation.truncated:
                     break
         except EpisodeOver:
             return float(total(rewards)) if rewards else None
@@ -146,15 +146,15 @@ class Player:
                 " what nobody has scored is no 0: score the rollout with a @scorer of its own, or"
                 " mend the environment"
             )
-        if seen.truncated:
+        if observation.truncated:
             chat.cut_off()
         return float(total(rewards))
 
     async def _turn(self, chat: Chat, session: Session) -> Seen:
-        said = await chat.say()
+        text = await chat.say()
         try:
             try:
-                action = (self._play.action or session.read)(said)
+                action = (self._play.action or session.read)(text)
             except ValueError as error:
                 if self._play.invalid in (AGAIN, END):
                     raise InvalidAction(str(error)) from error
@@ -172,8 +172,8 @@ class Player:
             )
 
     async def _asked(self, call: Callable[[], Awaitable[T]], doing: str) -> T:
-        """What the environment answers. Raises InvalidAction, or WorldFailed for whatever else it
-        raises.
+        """The environment's answer. Raises InvalidAction, or WorldFailed for any other
+        exception.
         """
         loop = asyncio.get_running_loop()
         began_s = loop.time()
@@ -222,15 +222,15 @@ class Player:
 
 
 def stands_in(text: str, prompt: str) -> bool:
-    """Whether a prompt says a text already: what a source has put there is not heard a second time.
+    """Whether a prompt already holds a text: the policy does not read it twice.
 
     >>> stands_in("2+2=", "What is 2+2= ?"), stands_in("a", '[{"role": "user", "content": "b"}]')
     (True, False)
     """
     messages = messages_of(prompt)
     return any(
-        text in each
-        for each in ([prompt] if messages is None else [str(m.get("content")) for m in messages])
+        text in content
+        for content in ([prompt] if messages is None else [str(m.get("content")) for m in messages])
     )
 
 
@@ -242,8 +242,8 @@ TASK = "task"
 
 
 class SeededTasks(Sequence[dict[str, str]]):
-    """Rows {"prompt", "task"}, made when they are read: a seed each, and what the environment says
-    first to it.
+    """Rows {"prompt", "task"}, made as they are read: one for each seed, with the environment's
+    first text.
     """
 
     def __init__(self, play: Play, seeds: range, intro: str) -> None:
@@ -288,7 +288,7 @@ class SeededTasks(Sequence[dict[str, str]]):
             at_once(session.close())
 
     def _first(self, session: Session | None, seed: int) -> str:
-        """What the policy hears first of a seed's task."""
+        """The first text for the policy, of a seed's task."""
         if session is None:
             return ""
         try:
@@ -304,10 +304,10 @@ def row_of(play: Play, intro: str, columns: Sequence[str]) -> Callable[[Any], di
     """A function from a row of a file to a prompt whose task is the row."""
     system, _ = split(play.environment)
 
-    def row(found: Any) -> dict[str, Any]:
-        if not isinstance(found, Mapping):
-            raise TypeError(f"a task is an object, but this is a {type(found).__name__}")
-        prompt: Any = found
+    def row(source_row: Any) -> dict[str, Any]:
+        if not isinstance(source_row, Mapping):
+            raise TypeError(f"a task is an object, but this is a {type(source_row).__name__}")
+        prompt: Any = source_row
         for part in system.prompt_at:
             prompt = prompt.get(part) if isinstance(prompt, Mapping) else None
         if intro:
@@ -316,10 +316,10 @@ def row_of(play: Play, intro: str, columns: Sequence[str]) -> Callable[[Any], di
                 if not isinstance(prompt, list)
                 else [{"role": "system", "content": intro}, *prompt]
             )
-        left = () if system.reads_prompt else (PROMPT,)
-        task = {key: value for key, value in found.items() if key not in left}
-        kept = {key: found[key] for key in columns if key in found}
-        return {**kept, PROMPT: prompt, TASK: json.dumps(task, ensure_ascii=False, default=str)}
+        excluded = () if system.reads_prompt else (PROMPT,)
+        task = {key: value for key, value in source_row.items() if key not in excluded}
+        chosen = {key: source_row[key] for key in columns if key in source_row}
+        return {**chosen, PROMPT: prompt, TASK: json.dumps(task, ensure_ascii=False, default=str)}
 
     return row
 
@@ -366,11 +366,11 @@ def absence(name: str, url: str) -> str | None:
     except TimeoutError:
         return None
     except socket.gaierror as error:
-        found, do = f"no machine by the name {host!r} ({error.strerror})", "correct the address"
+        reason, do = f"no machine by the name {host!r} ({error.strerror})", "correct the address"
     except OSError as error:
-        found = f"nobody at {host!r}, port {port} ({error.strerror})"
+        reason = f"nobody at {host!r}, port {port} ({error.strerror})"
         do = "start it before the run, or correct the address"
-    return f"the server of environment '{name}' is not there; found {found}; {do}"
+    return f"the server of environment '{name}' is not there; found {reason}; {do}"
 
 
 def _has_proxy(parts: SplitResult) -> bool:
@@ -403,14 +403,14 @@ class PlayedEnvironment(Episode):
 
     @property
     def can_look(self) -> bool:
-        """Where its system can tell; an `action` of one's own reads whatever there is."""
+        """Where its system can tell; a custom `action` reads anything."""
         return self.play.action is None and look_of(self.play.environment) is not None
 
     async def look(self) -> str | None:
         look = look_of(self.play.environment)
         place = split(self.play.environment)[1]
-        found = None if look is None else await asyncio.to_thread(look, place, **self.play.options)
-        return None if found is None else f"environment '{self.play.environment}' {found}"
+        fault = None if look is None else await asyncio.to_thread(look, place, **self.play.options)
+        return None if fault is None else f"environment '{self.play.environment}' {fault}"
 
     def tasks(
         self,
@@ -523,12 +523,12 @@ def environment(
                 f"environment '{name}' has {knob}={value!r}, which is no number of sessions; give a"
                 " larger one"
             )
-    each = sessions // processes
+    per_process = sessions // processes
     play = Play(
         environment=name,
         options=dict(options),
-        sessions=each,
-        ahead=min(ahead, each),
+        sessions=per_process,
+        ahead=min(ahead, per_process),
         uses=uses,
         step_s=timeout_s,
         patience_s=patience_s if system.is_served else timeout_s,
@@ -548,7 +548,7 @@ def environment(
         tries=tries,
         timeout_s=timeout_s + patience_s if system.is_served else timeout_s,
         memory_mb=memory_mb,
-        concurrency=each,
+        concurrency=per_process,
         processes=processes,
         isolate=isolate,
     )

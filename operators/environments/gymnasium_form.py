@@ -1,6 +1,4 @@
-"""Environments of Gymnasium: actions are read from what the policy says, as the action space has
-them.
-"""
+"""Environments of Gymnasium: the action space says how actions are parsed from a turn."""
 
 from __future__ import annotations
 
@@ -53,7 +51,7 @@ class GymnasiumSession:
         observation, _ = self._env.reset(seed=seed, options=task.get("options"))
         return Seen(raw=observation, text=worded(observation))
 
-    def read(self, said: str) -> Any:
+    def read(self, text: str) -> Any:
         """The last word of `actions`, or the last number, in a turn; the last list of numbers for a
         space of arrays.
         """
@@ -62,27 +60,27 @@ class GymnasiumSession:
         space = self._env.action_space
         match space:
             case spaces.Discrete() if self._actions:
-                places = {word: said.rfind(word) for word in self._actions}
-                word = max(places, key=lambda each: (places[each], len(each)))
+                places = {word: text.rfind(word) for word in self._actions}
+                word = max(places, key=lambda action: (places[action], len(action)))
                 action: Any = (
                     int(space.start) + self._actions.index(word) if places[word] >= 0 else None
                 )
-                wanted = f"one of {', '.join(self._actions)}"
+                expected = f"one of {', '.join(self._actions)}"
             case spaces.Discrete():
-                numbers = _NUMBER.findall(said)
+                numbers = _NUMBER.findall(text)
                 action = int(numbers[-1]) if numbers else None
-                wanted = f"a number from {space.start} to {space.start + space.n - 1}"
+                expected = f"a number from {space.start} to {space.start + space.n - 1}"
             case spaces.Text():
-                action, wanted = said.strip(), str(space)
+                action, expected = text.strip(), str(space)
             case spaces.Box() | spaces.MultiDiscrete() | spaces.MultiBinary():
-                action, wanted = _array(said, space), f"a list of numbers for {space}"
+                action, expected = _array(text, space), f"a list of numbers for {space}"
             case _:
                 raise TypeError(
                     f"has actions of {space}, which no text is read as; give environment(...,"
                     " action=function)"
                 )
         if action is None or not space.contains(action):
-            raise InvalidAction(f"That is no action; say {wanted}.")
+            raise InvalidAction(f"That is no action; say {expected}.")
         return action
 
     async def step(self, action: Any) -> Seen:
@@ -99,13 +97,13 @@ class GymnasiumSession:
         self._env.close()
 
 
-def _array(said: str, space: Any) -> Any:
+def _array(text: str, space: Any) -> Any:
     """The last list in a text as an array of a space; None where there is none."""
     import numpy as np
 
-    for found in reversed(re.findall(r"\[[^\[\]]*\]", said)):
+    for list_text in reversed(re.findall(r"\[[^\[\]]*\]", text)):
         try:
-            numbers = json.loads(found)
+            numbers = json.loads(list_text)
             strict_json(numbers)
             return np.asarray(numbers, space.dtype).reshape(space.shape)
         except (ValueError, TypeError, OverflowError):

@@ -72,9 +72,9 @@ class NemoGymSession:
         text = (answer.get("observation") or "") if self._steps else ""
         return Seen(raw=answer, text=text)
 
-    def read(self, said: str) -> str:
-        """The turn as it was said."""
-        return said
+    def read(self, text: str) -> str:
+        """The turn unchanged."""
+        return text
 
     async def step(self, action: str) -> Seen:
         """As `Session.step`: tools that are called are run, and what is no call is the answer."""
@@ -82,10 +82,12 @@ class NemoGymSession:
         if self._steps:
             answer = await self._ask("/step", {**self._row, "response": self._response(turn)})
             outputs = (answer.get("info") or {}).get("tool_outputs") or ()
-            said = [str(each.get("output")) for each in outputs] + [answer.get("observation") or ""]
+            texts = [str(output.get("output")) for output in outputs] + [
+                answer.get("observation") or ""
+            ]
             if answer.get("terminated") or answer.get("truncated"):
                 await self._leave()
-            text = "\n".join(filter(None, said))
+            text = "\n".join(filter(None, texts))
             return Seen(
                 raw=answer,
                 text=text,
@@ -137,25 +139,25 @@ class NemoGymSession:
             raise WorldFailed(
                 f"{route} was refused; found status {status}: {text[:200]!r}; look at the row"
             )
-        found = json.loads(text or "{}")
-        return found if isinstance(found, dict) else {}
+        parsed = json.loads(text or "{}")
+        return parsed if isinstance(parsed, dict) else {}
 
     async def _post(self, route: str, body: Mapping[str, Any]) -> tuple[int, str]:
         """Status and text of an answer that is not too long."""
         async with self._client.stream("POST", route, json=dict(body)) as answer:
-            found = b""
+            content = b""
             async for part in answer.aiter_bytes():
-                found += part
-                if len(found) > ANSWER_BYTES:
+                content += part
+                if len(content) > ANSWER_BYTES:
                     raise WorldFailed(
-                        f"{route} answers more than {ANSWER_BYTES} bytes; found {len(found)};"
+                        f"{route} answers more than {ANSWER_BYTES} bytes; found {len(content)};"
                         " cut it"
                     )
-            return answer.status_code, found.decode("utf-8", "replace")
+            return answer.status_code, content.decode("utf-8", "replace")
 
-    def _items(self, said: str) -> list[dict[str, Any]]:
+    def _items(self, text: str) -> list[dict[str, Any]]:
         """A turn as items of a Responses output: the text, then calls."""
-        message = self._calls.read(said).message
+        message = self._calls.read(text).message
         items = []
         if message["content"] or "tool_calls" not in message:
             content = [{"type": "output_text", "text": message["content"], "annotations": []}]
@@ -185,9 +187,9 @@ class NemoGymSession:
         the server.
         """
         tools = self._row["responses_create_params"].get("tools") or []
-        known = {each.get("name") or (each.get("function") or {}).get("name") for each in tools}
+        names = {tool.get("name") or (tool.get("function") or {}).get("name") for tool in tools}
         return name not in _ROUTES and (
-            name in known if known else _TOOL.fullmatch(name) is not None
+            name in names if names else _TOOL.fullmatch(name) is not None
         )
 
     def _id(self, kind: str) -> str:

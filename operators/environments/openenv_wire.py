@@ -58,8 +58,8 @@ async def connect(url: str, *, field: str | None = None, **options: Any) -> Open
 
 
 def fault(url: str, *, field: str | None = None, **options: Any) -> str | None:
-    """Why what the policy says could be no action; None where it could, or where the server does
-    not answer now.
+    """Why the policy's text can be no action; None where it can, or where the server does not
+    answer now.
     """
     if field is not None:
         return None
@@ -68,17 +68,17 @@ def fault(url: str, *, field: str | None = None, **options: Any) -> str | None:
     except urllib.error.HTTPError as error:
         if error.code in _NO_ANSWER or error.code >= 500:
             return None
-        found = f"status {error.code}"
+        reason = f"status {error.code}"
     except OSError:
         return None
     except (ValueError, KeyError, TypeError) as error:
-        found = f"{type(error).__name__}: {error}"
+        reason = f"{type(error).__name__}: {error}"
     else:
         if isinstance(schema, dict) and schema.get("properties"):
             return None
-        found = f"an action {schema!r:.60}"
+        reason = f"an action {schema!r:.60}"
     return (
-        f"says nowhere what an action is; found {found} at /schema; name the text of an action as"
+        f"says nowhere what an action is; found {reason} at /schema; name the text of an action as"
         " options={'field': NAME}, or give action=json.loads where the policy writes whole"
         " actions"
     )
@@ -96,28 +96,26 @@ class OpenEnvSession:
         return bool(self._socket.close_code is not None)
 
     async def reset(self, task: Mapping[str, Any], seed: int) -> Seen:
-        """As `Session.reset`; all that the task says goes along."""
+        """As `Session.reset`; the task's fields are sent along."""
         return _seen(await self.ask("reset", {**self._options, **task, "seed": seed}))
 
-    def read(self, said: str) -> Any:
-        """An action that the policy wrote as JSON, or what it said as the one text of the
-        action.
-        """
+    def read(self, text: str) -> Any:
+        """An action that the policy wrote as JSON, or its text as the action's one text field."""
         with contextlib.suppress(ValueError, RecursionError):
-            action = json.loads(said)
+            action = json.loads(text)
             strict_json(action)
             if isinstance(action, dict):
                 return action
         if self.field is None:
             raise InvalidAction("That is no action; write it as a JSON object.")
-        return {self.field: said}
+        return {self.field: text}
 
     async def step(self, action: Any) -> Seen:
         return _seen(await self.ask("step", action))
 
     async def ask(self, kind: str, data: Mapping[str, Any] | None = None) -> dict[str, Any]:
-        """One request and its answer. Raises NoRoom, InvalidAction, or WorldFailed, as the server
-        says.
+        """Send one request, return its answer. Raises NoRoom, InvalidAction or WorldFailed, as the
+        server answers.
         """
         from websockets.exceptions import ConnectionClosed
 
@@ -127,18 +125,18 @@ class OpenEnvSession:
                 json.dumps({"type": kind} if data is None else {"type": kind, "data": dict(data)})
             )
         answer = json.loads(await self._socket.recv())
-        found: dict[str, Any] = answer.get("data") or {}
+        payload: dict[str, Any] = answer.get("data") or {}
         if answer.get("type") != "error":
-            return found
-        match found.get("code"):
+            return payload
+        match payload.get("code"):
             case "CAPACITY_REACHED":
-                raise NoRoom(found.get("message"))
+                raise NoRoom(payload.get("message"))
             case "VALIDATION_ERROR" if kind == "step":
-                reasons = f"{found.get('message', '')} {found.get('errors', '')}"
-                raise InvalidAction(f"That is no action; {reasons}".strip())
+                details = f"{payload.get('message', '')} {payload.get('errors', '')}"
+                raise InvalidAction(f"That is no action; {details}".strip())
             case code:
                 raise WorldFailed(
-                    f"the server could not {kind}; found {code}: {found.get('message')!r:.200}"
+                    f"the server could not {kind}; found {code}: {payload.get('message')!r:.200}"
                 )
 
     async def close(self) -> None:
@@ -172,9 +170,7 @@ def _schema(root: str) -> Any:
 
 
 def _text_field(root: str) -> str | None:
-    """The one text that an action must have, as /schema says; None where it says otherwise, or
-    nothing.
-    """
+    """The one text field that an action must have by /schema; None where there is none, or more."""
     try:
         action = _schema(root)
         kinds = action["properties"]

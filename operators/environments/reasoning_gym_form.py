@@ -46,11 +46,11 @@ class ReasoningGymSession:
         question = self._entry["question"]
         return Seen(raw=question, text=question)
 
-    def read(self, said: str) -> str:
+    def read(self, text: str) -> str:
         """What stands between <answer> and </answer>, or all of the turn."""
         from reasoning_gym.utils import extract_answer
 
-        return str(extract_answer(said) or said).strip()
+        return str(extract_answer(text) or text).strip()
 
     async def step(self, action: str) -> Seen:
         """As `Session.step`; the reward is that of the last answer."""

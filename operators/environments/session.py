@@ -1,6 +1,4 @@
-"""What an episode asks of an environment, whoever wrote it: sessions that are reset, stepped and
-closed.
-"""
+"""The interface of an environment to an episode: sessions that are reset, stepped and closed."""
 
 from __future__ import annotations
 
@@ -35,8 +33,8 @@ class Seen:
 
 
 class InvalidAction(ValueError):
-    """What the policy said is no action of this environment; the message says why, and the policy
-    may hear it.
+    """The policy's text is no action of this environment; the message, which the policy may read,
+    says why.
     """
 
 
@@ -44,9 +42,9 @@ class Session(Protocol):
     """One environment at work, for one episode at a time."""
 
     async def reset(self, task: Mapping[str, Any], seed: int) -> Seen:
-        """Begin anew. task: what the row says of it. The same task and seed are the same world."""
+        """Begin again. task: from the row. The same task and seed give the same world."""
 
-    def read(self, said: str) -> Any:
+    def read(self, text: str) -> Any:
         """The action that a turn of the policy's stands for. Raises InvalidAction where it is
         none.
         """
@@ -99,9 +97,9 @@ def worded(raw: Any) -> str:
         return raw
     raw = _plain(raw)
     if isinstance(raw, dict):
-        said = [value for value in raw.values() if value not in (None, "", [], {})]
-        if len(said) == 1 and isinstance(said[0], str):
-            return said[0]
+        values = [value for value in raw.values() if value not in (None, "", [], {})]
+        if len(values) == 1 and isinstance(values[0], str):
+            return values[0]
     return json.dumps(raw, ensure_ascii=False, default=str)
 
 
@@ -111,5 +109,5 @@ def _plain(value: Any) -> Any:
     if isinstance(value, float):
         return round(value, 4)
     if isinstance(value, Mapping):
-        return {str(key): _plain(each) for key, each in value.items()}
-    return [_plain(each) for each in value] if isinstance(value, list | tuple) else value
+        return {str(key): _plain(part) for key, part in value.items()}
+    return [_plain(part) for part in value] if isinstance(value, list | tuple) else value

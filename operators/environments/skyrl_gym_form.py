@@ -28,8 +28,8 @@ class SkyRLGymSession:
     programs.
     """
 
-    def __init__(self, made: Callable[[Mapping[str, Any]], Any]) -> None:
-        self._made = made
+    def __init__(self, make: Callable[[Mapping[str, Any]], Any]) -> None:
+        self._made = make
         self._env: Any = None
         self._thread = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="skyrl-gym")
 
@@ -37,7 +37,9 @@ class SkyRLGymSession:
         """As `Session.reset`; the task is the row."""
         prompt = task.get("prompt") or []
         await self._in_thread(self._begin, task)
-        messages, _ = await self._in_thread(lambda: self._env.init([dict(each) for each in prompt]))
+        messages, _ = await self._in_thread(
+            lambda: self._env.init([dict(message) for message in prompt])
+        )
         if messages[: len(prompt)] != prompt:
             raise WorldFailed(
                 f"the environment writes the prompt anew; found {str(messages)[:200]}; give rows"
@@ -45,20 +47,20 @@ class SkyRLGymSession:
             )
         return self._seen(messages[len(prompt) :], {})
 
-    def read(self, said: str) -> str:
-        """The turn as it was said."""
-        return said
+    def read(self, text: str) -> str:
+        """The turn unchanged."""
+        return text
 
     async def step(self, action: str) -> Seen:
         """As `Session.step`. What was sampled stays: an environment that rewrites a turn fails."""
-        found = await self._in_thread(lambda: self._env.step(action))
-        if found.get("postprocessed_action") not in (None, action):
+        outcome = await self._in_thread(lambda: self._env.step(action))
+        if outcome.get("postprocessed_action") not in (None, action):
             raise WorldFailed(
                 "the environment rewrites what the policy said; found"
-                f" {found['postprocessed_action']!r:.200}; let the generator stop there:"
+                f" {outcome['postprocessed_action']!r:.200}; let the generator stop there:"
                 " Generator(stop=...)"
             )
-        return self._seen(found["observations"], found)
+        return self._seen(outcome["observations"], outcome)
 
     async def close(self) -> None:
         closing = None if self._env is None else self._thread.submit(self._env.close)
@@ -75,8 +77,11 @@ class SkyRLGymSession:
     async def _in_thread(self, call: Callable[..., Any], *arguments: Any) -> Any:
         return await asyncio.get_running_loop().run_in_executor(self._thread, call, *arguments)
 
-    def _seen(self, messages: Any, found: Mapping[str, Any]) -> Seen:
-        text = "\n".join(str(each["content"]) for each in messages)
+    def _seen(self, messages: Any, outcome: Mapping[str, Any]) -> Seen:
+        text = "\n".join(str(message["content"]) for message in messages)
         return Seen(
-            raw=messages, text=text, reward=found.get("reward"), terminated=bool(found.get("done"))
+            raw=messages,
+            text=text,
+            reward=outcome.get("reward"),
+            terminated=bool(outcome.get("done")),
         )

@@ -80,15 +80,15 @@ def split(name: str) -> tuple[System, str]:
     """The system that a name begins with, and what it calls the environment. GraphError for
     another.
     """
-    system, colon, rest = name.partition(":")
-    if system not in SYSTEMS or not colon or not rest:
+    system, colon, environment = name.partition(":")
+    if system not in SYSTEMS or not colon or not environment:
         raise GraphError(
             "an environment is named by its system and its name there, but got"
             f" {name!r}{nearest(system, SYSTEMS)}; "
             f"write one of {list(SYSTEMS)}, a colon and the name, as in"
             ' environment("gymnasium:CartPole-v1")'
         )
-    return SYSTEMS[system], rest
+    return SYSTEMS[system], environment
 
 
 def missing(name: str) -> str | None:
@@ -106,26 +106,26 @@ def missing(name: str) -> str | None:
 
 def made(name: str, options: Mapping[str, Any]) -> Session:
     """A session of an environment that runs in this process."""
-    system, rest = split(name)
-    session: Session = _module(system).make(rest, **options)
+    system, environment = split(name)
+    session: Session = _module(system).make(environment, **options)
     return session
 
 
 async def started(name: str, options: Mapping[str, Any]) -> Session:
     """A session: of a server, or made in a thread, so that nobody waits for it but who wants it."""
-    system, rest = split(name)
+    system, environment = split(name)
     if system.is_served:
-        session: Session = await _module(system).connect(rest, **options)
+        session: Session = await _module(system).connect(environment, **options)
         return session
-    found: list[Session] = []
+    sessions: list[Session] = []
     lock, is_wanted = threading.Lock(), True
 
     def make() -> None:
         session = made(name, options)
         with lock:
             if is_wanted:
-                found.append(session)
-        if not found:
+                sessions.append(session)
+        if not sessions:
             at_once(session.close())
 
     try:
@@ -133,10 +133,10 @@ async def started(name: str, options: Mapping[str, Any]) -> Session:
     except asyncio.CancelledError:
         with lock:
             is_wanted = False
-        for session in found:
+        for session in sessions:
             at_once(session.close())
         raise
-    return found[0]
+    return sessions[0]
 
 
 def at_once(coroutine: Coroutine[Any, Any, T]) -> T:
@@ -151,11 +151,11 @@ def at_once(coroutine: Coroutine[Any, Any, T]) -> T:
 
 
 def look_of(name: str) -> Callable[..., str | None] | None:
-    """What says, of the name and the options, why no text could be an action of an environment;
-    None where its system cannot tell.
+    """The function that, from name and options, says why no text can be an action of an
+    environment; None where its system has none.
     """
-    found: Callable[..., str | None] | None = getattr(_module(split(name)[0]), "fault", None)
-    return found
+    fault: Callable[..., str | None] | None = getattr(_module(split(name)[0]), "fault", None)
+    return fault
 
 
 def _module(system: System) -> Any:

@@ -49,9 +49,9 @@ class TextArenaSession:
             self._env.reset(num_players=self._players, seed=seed)
             return self._seen(done=False)
 
-    def read(self, said: str) -> str:
-        """The turn as it was said."""
-        return said
+    def read(self, text: str) -> str:
+        """The turn unchanged."""
+        return text
 
     async def step(self, action: str) -> Seen:
         """As `Session.step`; what the rules do not allow is the game's to answer."""
@@ -65,12 +65,12 @@ class TextArenaSession:
         """What the policy sees when it is its turn again, or at the end, with what the game was
         worth to it.
         """
-        player, found = self._env.get_observation()
+        player, observation = self._env.get_observation()
         while not done and player != self._seat:
             assert self._opponent is not None, "there are others"
-            done, _ = self._env.step(action=self._opponent(self._text(found)))
-            player, found = self._env.get_observation()
-        text = self._text(found) if player == self._seat else ""
+            done, _ = self._env.step(action=self._opponent(self._text(observation)))
+            player, observation = self._env.get_observation()
+        text = self._text(observation) if player == self._seat else ""
         if not done:
             return Seen(raw=text, text=text)
         rewards, facts = self._env.close()
@@ -78,19 +78,17 @@ class TextArenaSession:
         text = f"{text}\n{reason}".strip("\n")
         return Seen(raw=text, text=text, reward=(rewards or {}).get(self._seat), terminated=True)
 
-    def _text(self, found: Any) -> str:
-        """Messages as a text, without what the player said itself; others with their names in
-        front.
-        """
-        if isinstance(found, str):
-            return found
-        heard = [
+    def _text(self, observation: Any) -> str:
+        """Messages as a text, without the player's own; other senders' names stand in front."""
+        if isinstance(observation, str):
+            return observation
+        messages = [
             (sender, text)
-            for sender, text, _ in found or ()
+            for sender, text, _ in observation or ()
             if sender != self._env.state.current_player_id
         ]
         return "\n".join(
-            text if sender < 0 else f"[Player {sender}] {text}" for sender, text in heard
+            text if sender < 0 else f"[Player {sender}] {text}" for sender, text in messages
         )
 
     @contextlib.contextmanager

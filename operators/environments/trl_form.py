@@ -25,7 +25,7 @@ SLACK_S = 10.0
 
 
 def tools_of(world: Any) -> dict[str, Callable[..., Any]]:
-    """The public methods of an environment, those that TRL reserves left out."""
+    """The public methods of an environment, without those that TRL reserves."""
     methods = inspect.getmembers(world, inspect.ismethod)
     return {
         name: method
@@ -63,7 +63,7 @@ class TrlSession:
     async def call(
         self, name: str, arguments: Mapping[str, Any], *, timeout_s: float, characters: int
     ) -> str:
-        """As `ToolSession.call`; what a method raises is its result, as TRL tells it."""
+        """As `ToolSession.call`; an exception of a method is its result, as in TRL."""
         try:
             return str(await self.make(name, arguments, timeout_s))
         except WorldFailed:
@@ -72,7 +72,7 @@ class TrlSession:
             return str({"error": str(error)})
 
     async def make(self, name: str, arguments: Mapping[str, Any], timeout_s: float) -> Any:
-        """Call a method; one that blocks holds nobody up."""
+        """Call a method in a thread, so that a blocking one stalls nobody else."""
         try:
             return await self._threads.call(getattr(self.world, name), arguments, timeout_s)
         except TookTooLong:
@@ -98,7 +98,7 @@ class TrlTools:
         return f"TrlTools({name_of(self.factory)})"
 
     def faults(self) -> Sequence[str]:
-        """Nothing that can be told without an instance."""
+        """Always none: only an instance can be checked."""
         return ()
 
     def definitions(self) -> Sequence[Message]:
@@ -139,8 +139,8 @@ def trl_environment(
             " class, not an instance or a function that makes one"
         )
     toolset = TrlTools(factory, concurrency)
-    wanted = [each for each in taken_by(reset, "TRL").needed if each != "self"]
-    reads = list(dict.fromkeys(["prompt", *wanted, *columns]))
+    names = [keyword for keyword in taken_by(reset, "TRL").needed if keyword != "self"]
+    reads = list(dict.fromkeys(["prompt", *names, *columns]))
 
     async def reward(chat: Any, **row: Any) -> Any:
         session: TrlSession = await chat.session(toolset)
@@ -158,8 +158,8 @@ def trl_environment(
         return None if reward_of is None else await session.make("get_reward", {}, timeout_s)
 
     parameters = [
-        inspect.Parameter(each, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-        for each in ("chat", *reads)
+        inspect.Parameter(column, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+        for column in ("chat", *reads)
     ]
     shaped: Any = reward
     shaped.__name__ = shaped.__qualname__ = name

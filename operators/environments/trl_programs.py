@@ -87,13 +87,13 @@ def _program(
     gives: bool,
     limits: dict[str, Any],
 ) -> AgentProgram:
-    path, _, found = place.rpartition(":")
-    if not found or (path.endswith(".py") and not Path(path).is_file()):
+    path, _, function = place.rpartition(":")
+    if not function or (path.endswith(".py") and not Path(path).is_file()):
         raise GraphError(
             f"{place!r} names nothing that is there; found no file {path!r}; give"
             " path/to/file.py:name"
         )
-    whole = f"{Path(path).resolve()}:{found}" if path.endswith(".py") else place
+    whole = f"{Path(path).resolve()}:{function}" if path.endswith(".py") else place
     return agent(
         shlex.join([python, str(PROGRAM), whole, json.dumps(settings)]),
         name=name,

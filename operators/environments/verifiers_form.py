@@ -49,14 +49,14 @@ class VerifiersTaskset(AgentProgram):
                 f"'{command[0]}' lists no tasks: {error}; give a Python that has verifiers"
             ) from error
         if done.returncode:
-            said = done.stderr.decode("utf-8", "replace").strip()[-2000:]
+            error_text = done.stderr.decode("utf-8", "replace").strip()[-2000:]
             raise GraphError(
                 f"'{command[0]}' could not list the tasks of '{self.name}'; it ended with status"
-                f" {done.returncode} and said: {said}; mend the taskset, or name another"
+                f" {done.returncode} and said: {error_text}; mend the taskset, or name another"
             )
         rows = [json.loads(line) for line in done.stdout.splitlines()]
-        asked = [{"prompt": json.dumps(row["prompt"]), "task": row["task"]} for row in rows]
-        return Prompts(asked, columns=("task",), **knobs)
+        prompts = [{"prompt": json.dumps(row["prompt"]), "task": row["task"]} for row in rows]
+        return Prompts(prompts, columns=("task",), **knobs)
 
 
 def verifiers_environment(
@@ -89,11 +89,11 @@ def verifiers_environment(
 
     The other arguments are those of `agent`.
     """
-    what = json.dumps(
+    spec = json.dumps(
         {
             "id": taskset,
             "config": dict(config),
-            "path": [str(Path(each).resolve()) for each in path],
+            "path": [str(Path(folder).resolve()) for folder in path],
             "client": client,
             "tokenizer": tokenizer,
             "sampling": dict(sampling or {}),
@@ -106,8 +106,8 @@ def verifiers_environment(
         )
     beside = os.pathsep.join([str(Path(python).parent), os.environ.get("PATH", os.defpath)])
     return VerifiersTaskset(
-        command=shlex.join([python, str(PROGRAM), what]),
-        what=what,
+        command=shlex.join([python, str(PROGRAM), spec]),
+        what=spec,
         name=name,
         columns=("task",),
         returns=float,

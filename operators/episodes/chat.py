@@ -72,29 +72,30 @@ class Chat(Protocol):
         """Turns that the policy has had."""
 
     async def say(self, *, max_tokens: int | None = None) -> Reply:
-        """The policy's turn: what it says, without its end token. It is sampled, recorded and
-        trained. Where the episode has tools, `tool_calls` of it are the calls that stand in it.
+        """The policy's turn: its text, without the end token. It is sampled, recorded and trained.
+        Where the episode has tools, its `tool_calls` are the calls in it.
 
         max_tokens: most tokens of this turn; None: as many as the generator allows. Raises
         EpisodeOver when the policy has none left.
         """
 
     def hear(self, text: str) -> None:
-        """The world's turn: it stands in the context of what the policy says next, and is not
-        trained. Bytes of it that could not be decoded are heard as U+FFFD.
+        """Add the world's turn: the policy reads it before its next turn, and it is not trained.
+        Bytes that cannot be decoded become U+FFFD.
         """
 
     async def call(self, reply: Reply) -> list[str]:
-        """Make the calls of a turn, one after the other, and let the policy hear what they came to;
-        that is returned.
+        """Make a turn's calls, one after the other; the results are added for the policy, and
+        returned. The policy also reads a tool's exception, and why a call was malformed. Raises
+        WorldFailed where a tool has died: the rollout is then an error, whatever the function does.
 
         What a tool raises is told to the policy, and so is why a call was none. Raises WorldFailed
         where a tool has died: the rollout is an error then, whatever becomes of the function.
         """
 
     async def use_tools(self) -> Reply:
-        """Turns and calls, until the policy says something in which no call stands; that is
-        returned. Raises EpisodeOver where it has no turn left before.
+        """Alternate turns and calls until the policy says something without a call; that is
+        returned. Raises EpisodeOver where it runs out of turns before.
         """
 
     async def session(self, toolset: Any) -> Any:
@@ -108,8 +109,8 @@ class Chat(Protocol):
         """
 
     def invalid(self, why: str) -> None:
-        """The policy's last turn was none that the world could read: where that becomes most of
-        them, the run says so.
+        """Count the policy's last turn as unreadable for the world; where most turns are, the run
+        logs it.
         """
 
     def cut_off(self) -> None:
@@ -129,14 +130,13 @@ class Chat(Protocol):
         """
 
     def branch(self, tries: int) -> list[Chat]:
-        """So many conversations that each go on from here; this one may go on, too. What was said
-        so far is trained in this one.
+        """This many conversations that each continue from here; this one may continue, too. The
+        turns so far are trained in this one.
         """
 
     def rewrite(self, history: str | Iterable[Mapping[str, Any]]) -> None:
-        """Another conversation than what was said and heard stands before the policy's next turn: a
-        text, which in a chat is a message of the user's, or messages, those of the assistant's too.
-        What was said is trained as it was.
+        """Replace the past before the policy's next turn: a text, which in a chat is a user
+        message, or messages, the assistant's included. Earlier turns are trained as they were.
         """
 
 
@@ -175,9 +175,9 @@ class TurnQuestion:
     @classmethod
     def of(cls, body: bytes) -> TurnQuestion:
         """What `to_bytes` made of one."""
-        heard, most, rewards, rewritten, conversation, origin, invalid = json.loads(body)
+        messages, most, rewards, rewritten, conversation, origin, invalid = json.loads(body)
         return cls(
-            heard=tuple(heard),
+            heard=tuple(messages),
             most=most,
             rewards=tuple(map(tuple, rewards)),
             rewritten=rewritten,
@@ -210,9 +210,9 @@ class Outcome:
     @classmethod
     def of(cls, body: bytes) -> Outcome:
         """What `to_bytes` made of one."""
-        heard, rewards, is_over, returned, invalid = json.loads(body)
+        per_chat, rewards, is_over, returned, invalid = json.loads(body)
         return cls(
-            heard=tuple(map(tuple, heard)),
+            heard=tuple(map(tuple, per_chat)),
             rewards=tuple(map(tuple, rewards)),
             is_over=is_over,
             returned=returned,
@@ -221,7 +221,7 @@ class Outcome:
 
 
 def told(text: str | None) -> bytes:
-    """What an episode hears when it has asked for a turn; None: there is none left."""
+    """The answer to a function that asked for a turn; None: there is none left."""
     return json.dumps(text).encode()
 
 
@@ -273,20 +273,20 @@ class Chats:
                 origin=chat.origin,
                 invalid=self.invalid,
             )
-            said = json.loads(await self.ask(question.to_bytes()))
-            self.is_over = said is None
-            if said is not None:
+            answer = json.loads(await self.ask(question.to_bytes()))
+            self.is_over = answer is None
+            if answer is not None:
                 chat.heard, chat.rewritten = [], None
                 chat.rewards.append(0.0)
                 chat.standing += 1
-        return None if said is None else str(said)
+        return None if answer is None else str(answer)
 
     def outcome(self, returned: Any) -> Outcome:
         """How the function ended."""
-        heard = [chat.heard for chat in self.chats]
+        per_chat = [chat.heard for chat in self.chats]
         is_over = self.is_over or self.is_cut_off
         return Outcome(
-            heard=heard,
+            heard=per_chat,
             rewards=self.rewards,
             is_over=is_over,
             returned=returned,
@@ -320,25 +320,25 @@ class AskedChat:
                 f"chat.say needs room for a token, but got max_tokens={max_tokens!r}; give a whole"
                 " number from 1 up, or leave it out"
             )
-        said = await self.among.say(
+        text = await self.among.say(
             self, None if max_tokens is None else min(max_tokens, MOST_TOKENS)
         )
-        if said is None:
+        if text is None:
             raise EpisodeOver("the policy has no turn left")
         tools = self.among.tools
         if tools is None:
-            return Reply(said)
-        read = tools.read(said, self.called)
+            return Reply(text)
+        read = tools.read(text, self.called)
         self.called += len(read.message.get("tool_calls") or ())
-        return Reply(said, read)
+        return Reply(text, read)
 
     async def call(self, reply: Reply) -> list[str]:
         tools = self._tools()
         if reply.broken and not reply.tool_calls:
             self.invalid(reply.broken[0])
         results = await tools.results(reply.tool_calls)
-        told = [(call, result) for call, result in zip(reply.tool_calls, results, strict=True)]
-        for call, result in [*told, *((None, f"error: {reason}") for reason in reply.broken)]:
+        answered = [(call, result) for call, result in zip(reply.tool_calls, results, strict=True)]
+        for call, result in [*answered, *((None, f"error: {reason}") for reason in reply.broken)]:
             self._hear(tools.answer(call, result))
         return results
 
@@ -367,11 +367,11 @@ class AskedChat:
             )
         self._hear(text)
 
-    def _hear(self, heard: Heard) -> None:
-        heard = sound(heard)
-        _bounded(len(text_of([*self.heard, heard])))
-        if heard:
-            self.heard.append(heard)
+    def _hear(self, piece: Heard) -> None:
+        piece = sound(piece)
+        _bounded(len(text_of([*self.heard, piece])))
+        if piece:
+            self.heard.append(piece)
 
     def agent(self, role: str, history: str | Iterable[Mapping[str, Any]]) -> AskedChat:
         return self.among.begin(
@@ -383,12 +383,12 @@ class AskedChat:
             raise OperatorError(
                 f"chat.branch takes a number of tries, but got {tries!r}; give 1 or more"
             )
-        here = self.origin
-        if self.rewards or here.branch_of < 0:
-            here = replace(here, branch_of=self.number, at=self.turns)
+        origin = self.origin
+        if self.rewards or origin.branch_of < 0:
+            origin = replace(origin, branch_of=self.number, at=self.turns)
         return [
             self.among.begin(
-                here,
+                origin,
                 heard=[*self.heard],
                 rewritten=self.rewritten,
                 standing=self.standing,
@@ -431,7 +431,7 @@ class AskedChat:
     def _history(self, history: str | Iterable[Mapping[str, Any]]) -> str:
         """As `rewriting` has it. OperatorError where no conversation can begin so."""
         if isinstance(history, str):
-            made = rewriting("text", history)
+            rewritten = rewriting("text", history)
         else:
             messages = list(history)
             if not self.among.has_messages or not messages or not all(map(_is_message, messages)):
@@ -440,20 +440,20 @@ class AskedChat:
                     f" role and a text; found {messages!r:.60}; give it what is to stand before the"
                     " policy's next turn"
                 )
-            made = rewriting("messages", [dict(message) for message in messages])
-        _bounded(len(made))
-        return made
+            rewritten = rewriting("messages", [dict(message) for message in messages])
+        _bounded(len(rewritten))
+        return rewritten
 
 
-def _is_message(found: Any) -> bool:
-    if not isinstance(found, Mapping) or not isinstance(found.get("role"), str):
+def _is_message(message: Any) -> bool:
+    if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
         return False
-    content = found.get("content")
-    return isinstance(content, str | list) or (content is None and bool(found.get("tool_calls")))
+    content = message.get("content")
+    return isinstance(content, str | list) or (content is None and bool(message.get("tool_calls")))
 
 
 def _bounded(characters: int) -> None:
-    """Raise OperatorError where the world says more than it may."""
+    """Raise OperatorError where the world's text is too long."""
     if characters > HEARD_CHARACTERS:
         raise OperatorError(
             f"the world says too much between two turns; found {characters} characters, the bound"

@@ -71,7 +71,7 @@ it."""
 
 @dataclass(kw_only=True)
 class RolloutConversations:
-    """What the policy and the world said in one rollout."""
+    """All conversations of one rollout."""
 
     key: str
     """Seed of the run, source, group and position."""
@@ -91,8 +91,8 @@ class RolloutConversations:
     @property
     def temperature(self) -> float | None:
         """At which its turns are sampled; None before the first."""
-        said = (turn for number, turns in self._had() for turn in turns)
-        return next((turn.temperature for turn in said), None)
+        all_turns = (turn for number, turns in self._had() for turn in turns)
+        return next((turn.temperature for turn in all_turns), None)
 
     def ask(
         self,
@@ -107,9 +107,11 @@ class RolloutConversations:
         """The function asks for its next turn in a conversation; see `Dialogue.ask`."""
         self.rewards = rewards
         talk = self._talk(conversation, origin)
-        others = [turn for number, turns in self._had() if number != conversation for turn in turns]
-        talk.max_turns = self.max_turns - len(others)
-        talk.max_tokens = self.max_tokens - sum(len(turn.tokens) for turn in others)
+        other_turns = [
+            turn for number, turns in self._had() if number != conversation for turn in turns
+        ]
+        talk.max_turns = self.max_turns - len(other_turns)
+        talk.max_tokens = self.max_tokens - sum(len(turn.tokens) for turn in other_turns)
         talk.temperature = self.temperature
         return talk.ask(talk.inherited + len(rewards[conversation]), heard, most, rewritten)
 
@@ -126,9 +128,7 @@ class RolloutConversations:
         finish_reason: str,
         temperature: float | None = None,
     ) -> RecordedTurn | None:
-        """What the policy said in the turn that was asked for in a conversation, as it is to be
-        written down; see `Dialogue.answer`.
-        """
+        """The policy's turn in a conversation, as a record to write down; see `Dialogue.answer`."""
         talk, origin = self.talks[conversation], None
         turn = talk.answer(tokens, text, finish_reason, temperature)
         if turn is None:
@@ -138,21 +138,21 @@ class RolloutConversations:
             origin = json.dumps([*astuple(self.origins[conversation]), _seen(talk)])
         return RecordedTurn(conversation, number, origin, turn)
 
-    def recall(self, kept: Iterable[RecordedTurn]) -> None:
-        """Begin with what an earlier process wrote down, in its order; a later one may have drawn a
-        turn anew.
+    def recall(self, recorded_turns: Iterable[RecordedTurn]) -> None:
+        """Begin with the turns that an earlier process wrote down, in their order; a later record
+        of a turn replaces an earlier one.
         """
-        for each in kept:
-            if each.origin is not None:
-                *origin, seen = json.loads(each.origin)
+        for recorded in recorded_turns:
+            if recorded.origin is not None:
+                *origin, state = json.loads(recorded.origin)
                 parent = self.talks.get(origin[1])
                 if origin[2] > (0 if parent is None else len(parent.turns)):
                     continue
-                if _seen(self._talk(each.conversation, ConversationOrigin(*origin))) != seen:
-                    del self.talks[each.conversation]
-            talk = self.talks.get(each.conversation)
-            if talk is not None and talk.inherited <= each.number <= len(talk.turns):
-                talk.turns[each.number :] = [each.turn]
+                if _seen(self._talk(recorded.conversation, ConversationOrigin(*origin))) != state:
+                    del self.talks[recorded.conversation]
+            talk = self.talks.get(recorded.conversation)
+            if talk is not None and talk.inherited <= recorded.number <= len(talk.turns):
+                talk.turns[recorded.number :] = [recorded.turn]
 
     def end(self, rewards: Sequence[Sequence[float]]) -> None:
         """The function has returned, having had so many turns in each conversation."""
@@ -162,23 +162,23 @@ class RolloutConversations:
 
     def columns(self) -> tuple[RolloutTokens, Mapping[str, Any]]:
         """Its tokens, conversation after conversation, and the columns of
-        `records.EPISODE_COLUMNS`; of one in which the policy said nothing, the prompt.
+        `records.EPISODE_COLUMNS`; of a conversation without a turn, the prompt.
         """
         rows: list[TrainingRow] = []
         owners: list[int] = []
-        given: list[float] = []
+        all_rewards: list[float] = []
         firsts: dict[int, int] = {}
         branched: dict[int, int] = {}
         for number in sorted(self.talks):
             talk, origin = self.talks[number], self.origins[number]
-            firsts[number], branched[number] = len(given) - talk.inherited, -1
+            firsts[number], branched[number] = len(all_rewards) - talk.inherited, -1
             if origin.at:
                 branched[number] = firsts[origin.branch_of] + origin.at - 1
-            found = talk.rows(len(given))
+            talk_rows = talk.rows(len(all_rewards))
             rewards = self.rewards[number] if number < len(self.rewards) else ()
-            given += [*rewards[: len(talk.own)], *(0.0 for _ in talk.own[len(rewards) :])]
-            rows += found
-            owners += [number] * len(found)
+            all_rewards += [*rewards[: len(talk.own)], *(0.0 for _ in talk.own[len(rewards) :])]
+            rows += talk_rows
+            owners += [number] * len(talk_rows)
         if not rows:
             rows, owners = (
                 [TrainingRow.of([(RolloutTokens.given(self.talks[0].prompt), NO_TURN)])],
@@ -187,7 +187,7 @@ class RolloutConversations:
         tokens, turns_S, rows_S = end_to_end(rows)
         return tokens, {
             TURN: turns_S,
-            TURN_REWARD: turn_rewards(turns_S, given),
+            TURN_REWARD: turn_rewards(turns_S, all_rewards),
             TRAINING_ROW: rows_S,
             ROW_CONVERSATION: owners,
             ROW_ROLE: [self.origins[number].role for number in owners],
@@ -195,8 +195,9 @@ class RolloutConversations:
         }
 
     def text(self, last: Sequence[Sequence[Heard]] = ()) -> str:
-        """What was said and heard after the prompt; of several conversations one after the other,
-        each below its role or its number. last: heard after the last turn, by conversation.
+        """All turns and the world's texts after the prompt; several conversations follow one
+        another, each below its role or its number. last: the world's text after the last turn, by
+        conversation.
         """
         texts = {
             number: self.talks[number].text(last[number] if number < len(last) else ())
@@ -218,18 +219,18 @@ class RolloutConversations:
 
     def _talk(self, number: int, origin: ConversationOrigin) -> Dialogue:
         """The conversation of this number; a new one where that began otherwise."""
-        known = self.talks.get(number)
+        talk = self.talks.get(number)
         parent = self.talks.get(origin.branch_of)
         before = [] if parent is None else parent.turns[: origin.at]
         is_same = (
-            known is not None and self.origins[number] == origin and known.inherited == len(before)
+            talk is not None and self.origins[number] == origin and talk.inherited == len(before)
         )
         if (
-            known
+            talk
             and is_same
-            and all(one is other for one, other in zip(known.turns, before, strict=False))
+            and all(turn is expected for turn, expected in zip(talk.turns, before, strict=False))
         ):
-            return known
+            return talk
         prompt, context = self.begin(origin.history)
         key = f"{self.key}#{number}" if number else self.key
         self.talks[number] = Dialogue(
@@ -246,6 +247,6 @@ class RolloutConversations:
 
 
 def _seen(talk: Dialogue) -> int:
-    """A checksum of what a conversation went on from."""
+    """A checksum of the turns that a conversation was forked after."""
     before = row_ids(talk.prompt, talk.turns[: talk.inherited])
     return xxhash.xxh3_64_intdigest(np.ascontiguousarray(before, np.int64).tobytes()) >> 1

@@ -30,12 +30,12 @@ class Episode(FunctionKnobs):
         """Apply it to a generator and a stream, with knobs by keyword; or call the plain function
         with a chat.
         """
-        if not any(isinstance(each, Stream | Operator) for each in args):
+        if not any(isinstance(arg, Stream | Operator) for arg in args):
             return self.function(*args, **{**self.given, **knobs})
         if len(args) != 2 or not isinstance(args[0], Generate) or not isinstance(args[1], Stream):
             raise GraphError(
                 f"'{self.name}' ({self.where}) is applied to a generator and a stream of prompts,"
-                f" but got {[type(each).__name__ for each in args]}; write {self.name}(generator,"
+                f" but got {[type(arg).__name__ for arg in args]}; write {self.name}(generator,"
                 " g.source(...))"
             )
         rollouts: Stream[Rollout] = args[1].graph.apply(
@@ -53,10 +53,10 @@ class Episode(FunctionKnobs):
         """
         for knob in knobs:
             if knob not in self.signature.defaults:
-                known = list(self.signature.defaults)
-                close = difflib.get_close_matches(knob, known, n=1, cutoff=0.5)
+                names = list(self.signature.defaults)
+                close = difflib.get_close_matches(knob, names, n=1, cutoff=0.5)
                 raise GraphError(
-                    f"'{self.name}' ({self.where}) has no knob '{knob}', its knobs are {known}; "
+                    f"'{self.name}' ({self.where}) has no knob '{knob}', its knobs are {names}; "
                     + (
                         f"did you mean '{close[0]}'?"
                         if close

@@ -25,7 +25,7 @@ _SIGN = (1 << 63) - 1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SaidTurn:
-    """One turn of the policy, and what the world said before it."""
+    """One turn of the policy, and the world's text before it."""
 
     heard: tuple[Heard, ...]
     most: int | None
@@ -71,7 +71,7 @@ class TurnRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WaitingTurn:
-    """A turn that is being drawn; the rest is what `SaidTurn` says of it."""
+    """A turn that is being drawn; see `SaidTurn` for the other fields."""
 
     at: int
     """Which of the policy's turns it is."""
@@ -91,7 +91,7 @@ and how the past was rewritten before that: `TurnContext.context`."""
 
 @dataclass(kw_only=True)
 class Dialogue:
-    """What the policy and the world said in one conversation."""
+    """One conversation, turn by turn: the policy's and the world's."""
 
     key: str
     """Seed of the run, source, group, position and conversation."""
@@ -114,18 +114,18 @@ class Dialogue:
     def ask(
         self, number: int, heard: Sequence[Heard], most: int | None, rewritten: str | None = None
     ) -> TurnRequest | str | None:
-        """The function asks for its turn `number`: what is to be drawn, what was said there before,
-        or None where the policy has no turn left.
+        """The function asks for its turn `number`: a request to draw it, its text if it was drawn
+        before, or None where the policy has no turn left.
         """
         if number < len(self.turns) and self.turns[number].follows(heard, most, rewritten):
             return self.turns[number].text
         self.waiting = None
         turns = self.turns[:number]
-        left = self.max_tokens - sum(len(turn.tokens) for turn in turns[self.inherited :])
-        if number - self.inherited >= self.max_turns or left < 1:
+        tokens_left = self.max_tokens - sum(len(turn.tokens) for turn in turns[self.inherited :])
+        if number - self.inherited >= self.max_turns or tokens_left < 1:
             return None
         tokens = self.context(self.prompt, turns, heard, rewritten).astype(np.int32)
-        room = left if most is None else min(most, left)
+        room = tokens_left if most is None else min(most, tokens_left)
         turn = f"{self.key}/{number}"
         checksum = xxhash.xxh3_64_intdigest(f"{turn}/{room}/".encode() + tokens.tobytes()) & _SIGN
         if checksum == self.full:
@@ -149,27 +149,26 @@ class Dialogue:
     def answer(
         self, tokens: RolloutTokens, text: str, finish_reason: str, temperature: float | None = None
     ) -> SaidTurn | None:
-        """What the policy said in the turn that was asked for, in place of whatever was said there
-        before; None where it had no room in the context. The function may have begun anew
-        meanwhile.
+        """Record the policy's turn that was asked for, in place of an earlier one of that number;
+        None where the context had no room. The function may have restarted meanwhile.
         """
-        asked, self.waiting = self.waiting, None
-        assert asked is not None, "it was asked for"
+        pending, self.waiting = self.waiting, None
+        assert pending is not None, "it was asked for"
         if not len(tokens):
-            self.full = asked.request
+            self.full = pending.request
             return None
         turn = SaidTurn(
-            heard=asked.heard,
-            most=asked.most,
-            rewritten=asked.rewritten,
-            begins=asked.begins,
-            given=asked.given,
+            heard=pending.heard,
+            most=pending.most,
+            rewritten=pending.rewritten,
+            begins=pending.begins,
+            given=pending.given,
             tokens=tokens,
             text=text,
             finish_reason=finish_reason,
             temperature=temperature,
         )
-        self.turns[asked.at :] = [turn]
+        self.turns[pending.at :] = [turn]
         return turn
 
     @property
@@ -184,26 +183,26 @@ class Dialogue:
         del self.turns[self.inherited + turns :]
 
     def rows(self, first: int = 0) -> list[TrainingRow]:
-        """Its training rows in which the policy said something, its own turns numbered from
-        `first`. What the world said after the last turn is not among them.
+        """Its training rows with at least one turn of the policy, own turns numbered from `first`.
+        The world's text after the last turn is left out.
         """
-        found: list[list[tuple[RolloutTokens, int]]] = [
+        row_parts: list[list[tuple[RolloutTokens, int]]] = [
             [(RolloutTokens.given(self.prompt), NO_TURN)]
         ]
         for at, turn in enumerate(self.turns, -self.inherited):
             if turn.begins:
-                found.append([])
-            said = (
+                row_parts.append([])
+            own_part = (
                 (turn.tokens, first + at)
                 if at >= 0
                 else (RolloutTokens.given(turn.tokens.ids), NO_TURN)
             )
-            found[-1] += [(RolloutTokens.given(turn.given), NO_TURN), said]
-        rows = [TrainingRow.of(parts) for parts in found]
+            row_parts[-1] += [(RolloutTokens.given(turn.given), NO_TURN), own_part]
+        rows = [TrainingRow.of(parts) for parts in row_parts]
         return [row for row in rows if (row.turns != NO_TURN).any()]
 
     def text(self, last: Sequence[Heard] = ()) -> str:
-        """What was said and heard in its own turns, in their order. last: heard after the last
+        """Its own turns and the world's texts, in order. last: the world's text after the last
         turn.
         """
         return "".join([*(text_of(turn.heard) + turn.text for turn in self.own), text_of(last)])
@@ -223,8 +222,8 @@ def turn_rewards(turns_S: AnyArray, rewards: Sequence[float]) -> AnyArray:
     """By token, what a turn was given, at its last token. float32; 0 elsewhere. turns_S: the turn
     of each token.
     """
-    found = np.zeros(len(turns_S), np.float32)
+    rewards_S = np.zeros(len(turns_S), np.float32)
     for number, reward in enumerate(rewards):
         at = np.flatnonzero(turns_S == number)
-        found[at[-1:]] = reward
-    return found
+        rewards_S[at[-1:]] = reward
+    return rewards_S

@@ -1,6 +1,4 @@
-"""What the world says between two turns of the policy: texts, and what tools answered as
-messages.
-"""
+"""The world's text between two turns of the policy: strings, and tools' answers as messages."""
 
 from __future__ import annotations
 
@@ -21,7 +19,7 @@ def text_of(heard: Iterable[Heard]) -> str:
     'so 5'
     """
     return "".join(
-        each if isinstance(each, str) else str(each.get("content") or "") for each in heard
+        piece if isinstance(piece, str) else str(piece.get("content") or "") for piece in heard
     )
 
 
@@ -31,23 +29,23 @@ def messages_of(heard: Iterable[Heard]) -> list[Message]:
     >>> messages_of(["a", "b", {"role": "tool", "content": "5"}])
     [{'role': 'user', 'content': 'ab'}, {'role': 'tool', 'content': '5'}]
     """
-    found: list[Message] = []
+    messages: list[Message] = []
     texts: list[str] = []
-    for each in [*heard, None]:
-        if isinstance(each, str):
-            texts.append(each)
+    for piece in [*heard, None]:
+        if isinstance(piece, str):
+            texts.append(piece)
             continue
         if texts:
-            found.append({"role": "user", "content": "".join(texts)})
+            messages.append({"role": "user", "content": "".join(texts)})
             texts = []
-        if each is not None:
-            found.append(each)
-    return found
+        if piece is not None:
+            messages.append(piece)
+    return messages
 
 
 def written(heard: Sequence[Heard]) -> list[str]:
     """It as lines of JSON, for a file."""
-    return [json.dumps(each) for each in heard]
+    return [json.dumps(piece) for piece in heard]
 
 
 def read(lines: Iterable[str]) -> tuple[Heard, ...]:

@@ -63,7 +63,7 @@ class EpisodeKnobs(Generate):
 
     @property
     def works_beside(self) -> bool:
-        """Whether those that converse run in processes of their own."""
+        """Whether the functions run in processes of their own."""
         return True
 
     @property
@@ -94,7 +94,7 @@ class EpisodeKnobs(Generate):
 
     @property
     def traits(self) -> Traits:
-        """Those of what its generator samples; how long a rollout may become."""
+        """Those of its generator's samples; the most tokens of a rollout."""
         if self.generator is None:
             return Traits()
         theirs = self.generator.traits
@@ -123,9 +123,9 @@ class EpisodeKnobs(Generate):
         """
         sampled = {} if self.generator is None else self.generator.provides({})
         optional = {name: kind for name, kind in SAMPLED_COLUMNS.items() if name in sampled}
-        found = {**super().provides(columns), TEMPERATURE: pa.float64(), **optional}
+        provided = {**super().provides(columns), TEMPERATURE: pa.float64(), **optional}
         output = self.signature.output
-        return {**found, **EPISODE_COLUMNS, **({} if output is None else {self.name: output})}
+        return {**provided, **EPISODE_COLUMNS, **({} if output is None else {self.name: output})}
 
     def faults(self) -> list[str]:
         """Knobs that cannot be right."""
@@ -140,26 +140,26 @@ class EpisodeKnobs(Generate):
             "concurrency": self.concurrency,
             **self.whole(),
         }
-        found = [
+        faults = [
             f"{head} has {knob}={value!r}; give a whole number of 1 or more"
             for knob, value in whole.items()
             if isinstance(value, bool) or not isinstance(value, int) or value < 1
         ]
         if isinstance(self.timeout_s, bool) or not 0 < self.timeout_s < float("inf"):
-            found.append(
+            faults.append(
                 f"{head} has timeout_s={self.timeout_s!r}; give seconds above 0, such as 30.0"
             )
         if self.past not in get_args(Past):
-            found.append(f"{head} has past={self.past!r}; give one of {list(get_args(Past))}")
+            faults.append(f"{head} has past={self.past!r}; give one of {list(get_args(Past))}")
         if self.name in self.reads() and self.signature.output is not None:
-            found.append(
+            faults.append(
                 f"{head} writes column '{self.name}', which it also reads; give it another name"
             )
         if self.generator is None:
-            found.append(
+            faults.append(
                 f"{head} has no generator; apply it as {self.name}(generator, g.source(...))"
             )
-        return found
+        return faults
 
     @property
     def can_look(self) -> bool:
@@ -242,7 +242,7 @@ class FunctionKnobs(EpisodeKnobs):
 
     @property
     def about(self) -> str:
-        """What the function says of itself."""
+        """The function's own docstring."""
         return inspect.getdoc(self.function) or super().about
 
     def identity(self) -> Hashable:
@@ -287,13 +287,13 @@ class FunctionKnobs(EpisodeKnobs):
 
     def faults(self) -> list[str]:
         """Knobs that cannot be right."""
-        found, head = super().faults(), f"episode '{self.name}' ({self.where})"
+        faults, head = super().faults(), f"episode '{self.name}' ({self.where})"
         if (
             isinstance(self.call_s, bool)
             or self.call_s <= 0
             or (self.tools and self.timeout_s <= self.call_s + GRACE_S)
         ):
-            found.append(
+            faults.append(
                 f"{head} has call_s={self.call_s!r} and timeout_s={self.timeout_s!r}; give a call"
                 f" seconds above 0, and the world {GRACE_S:g} s more at least"
             )
@@ -302,9 +302,9 @@ class FunctionKnobs(EpisodeKnobs):
             self.calls,
             is_chat=self.generator is None or bool(self.generator.traits.chat),
         )
-        found += [f"{head}: {fault}" for fault in tools]
+        faults += [f"{head}: {fault}" for fault in tools]
         if not self.isolate and self.processes > 1:
-            found.append(
+            faults.append(
                 f"{head} has processes={self.processes} but isolate=False; leave isolate=True"
             )
-        return found
+        return faults

@@ -1,5 +1,5 @@
-"""What the policy said in episodes that go on, in Arrow files of the run folder: a crash costs no
-turn twice.
+"""The policy's turns in unfinished episodes, in Arrow files of the run folder: after a crash no
+turn is drawn again.
 
 Rows are appended before an episode hears them, and let go of when its group has an outcome: files
 <node>/<replica>-<attempt>-<number>.<source>.turns (dataflow.folder.finished) beside the finished
@@ -85,17 +85,17 @@ class TurnFiles(GroupFiles):
         """By position, the turns that earlier processes kept of a group's rollouts, in the order in
         which they did.
         """
-        found: dict[int, list[RecordedTurn]] = {}
+        by_position: dict[int, list[RecordedTurn]] = {}
         for rows in self._earlier(group):
-            for kept in _kept(rows):
-                if kept.mark == mark:
-                    found.setdefault(kept.position, []).append(kept.said)
-        return found
+            for kept_turn in _kept(rows):
+                if kept_turn.mark == mark:
+                    by_position.setdefault(kept_turn.position, []).append(kept_turn.said)
+        return by_position
 
     def append(self, turns: Sequence[KeptTurn]) -> None:
         """Write turns down. Raises RunFolderError when the disk refuses."""
-        turns = sorted(turns, key=lambda kept: kept.group)
-        self._write(_batch(turns), dict.fromkeys(kept.group for kept in turns))
+        turns = sorted(turns, key=lambda turn: turn.group)
+        self._write(_batch(turns), dict.fromkeys(kept_turn.group for kept_turn in turns))
 
 
 def turn_files_of(context: Context) -> dict[str, TurnFiles]:
@@ -116,33 +116,33 @@ def turn_files_of(context: Context) -> dict[str, TurnFiles]:
 
 
 def mark_of_prompt(key: str, prompt: AnyArray) -> int:
-    """A checksum of what a group's turns depend on beside weights and world. int64."""
+    """A checksum of everything but weights and world that a group's turns depend on. int64."""
     tokens = np.ascontiguousarray(prompt, np.int64).tobytes()
     return xxhash.xxh3_64_intdigest(f"{key}/".encode() + tokens) - (1 << 63)
 
 
 def _batch(turns: Sequence[KeptTurn]) -> pa.RecordBatch:
-    said = [kept.said.turn for kept in turns]
-    tokens = RolloutTokens.joined([turn.tokens for turn in said])
-    offsets = np.concatenate([[0], np.cumsum([len(turn.tokens) for turn in said])])
+    said_turns = [kept_turn.said.turn for kept_turn in turns]
+    tokens = RolloutTokens.joined([turn.tokens for turn in said_turns])
+    offsets = np.concatenate([[0], np.cumsum([len(turn.tokens) for turn in said_turns])])
     columns = tokens.columns(offsets, sampling_mask=True)
     if tokens.sampling_mask is None:
         columns[SAMPLING_MASK] = pa.nulls(len(turns), SAMPLING_MASK_TYPE)
     columns |= {
-        GROUP_ID: pa.array([kept.group for kept in turns], pa.int64()),
-        POSITION: pa.array([kept.position for kept in turns], pa.int32()),
-        "conversation": pa.array([kept.said.conversation for kept in turns], pa.int32()),
-        TURN: pa.array([kept.said.number for kept in turns], pa.int32()),
-        "origin": pa.array([kept.said.origin for kept in turns], pa.string()),
-        "mark": pa.array([kept.mark for kept in turns], pa.int64()),
-        "heard": pa.array([written(turn.heard) for turn in said], pa.list_(pa.string())),
-        "rewritten": pa.array([turn.rewritten for turn in said], pa.string()),
-        "begins": pa.array([turn.begins for turn in said], pa.bool_()),
-        MOST_TOKENS: pa.array([turn.most for turn in said], pa.int32()),
-        "given": pa.array([turn.given for turn in said], pa.list_(pa.int32())),
-        COMPLETION: pa.array([turn.text for turn in said], pa.string()),
-        FINISH_REASON: pa.array([turn.finish_reason for turn in said], pa.string()),
-        TEMPERATURE: pa.array([turn.temperature for turn in said], pa.float64()),
+        GROUP_ID: pa.array([kept_turn.group for kept_turn in turns], pa.int64()),
+        POSITION: pa.array([kept_turn.position for kept_turn in turns], pa.int32()),
+        "conversation": pa.array([kept_turn.said.conversation for kept_turn in turns], pa.int32()),
+        TURN: pa.array([kept_turn.said.number for kept_turn in turns], pa.int32()),
+        "origin": pa.array([kept_turn.said.origin for kept_turn in turns], pa.string()),
+        "mark": pa.array([kept_turn.mark for kept_turn in turns], pa.int64()),
+        "heard": pa.array([written(turn.heard) for turn in said_turns], pa.list_(pa.string())),
+        "rewritten": pa.array([turn.rewritten for turn in said_turns], pa.string()),
+        "begins": pa.array([turn.begins for turn in said_turns], pa.bool_()),
+        MOST_TOKENS: pa.array([turn.most for turn in said_turns], pa.int32()),
+        "given": pa.array([turn.given for turn in said_turns], pa.list_(pa.int32())),
+        COMPLETION: pa.array([turn.text for turn in said_turns], pa.string()),
+        FINISH_REASON: pa.array([turn.finish_reason for turn in said_turns], pa.string()),
+        TEMPERATURE: pa.array([turn.temperature for turn in said_turns], pa.float64()),
     }
     return pa.RecordBatch.from_arrays([columns[name] for name in SCHEMA.names], schema=SCHEMA)
 
@@ -152,8 +152,8 @@ def drawn_tokens(rows: pa.RecordBatch) -> list[RolloutTokens]:
     offsets = np.concatenate([[0], np.cumsum(list_lengths(rows.column(TOKENS)))])
     ids, logprobs, versions = (flat(rows.column(name)) for name in (TOKENS, LOGPROBS, VERSIONS))
     masks = rows.column(SAMPLING_MASK)
-    left = None if masks.null_count else SamplingMask.of_lists(masks.flatten())
-    whole = RolloutTokens.drawn(ids, logprobs, versions, left)
+    sampling = None if masks.null_count else SamplingMask.of_lists(masks.flatten())
+    whole = RolloutTokens.drawn(ids, logprobs, versions, sampling)
     return [whole[begin:end] for begin, end in itertools.pairwise(offsets.tolist())]
 
 
@@ -174,7 +174,7 @@ def _kept(rows: pa.RecordBatch) -> Iterator[KeptTurn]:
         TEMPERATURE,
     )
     columns = [rows.column(name).to_pylist() for name in names]
-    given = rows.column("given")
+    given_ids = rows.column("given")
     for row, (tokens, *values) in enumerate(zip(drawn_tokens(rows), *columns, strict=True)):
         (
             group,
@@ -183,7 +183,7 @@ def _kept(rows: pa.RecordBatch) -> Iterator[KeptTurn]:
             number,
             origin,
             mark,
-            heard,
+            heard_json,
             rewritten,
             begins,
             most,
@@ -192,11 +192,11 @@ def _kept(rows: pa.RecordBatch) -> Iterator[KeptTurn]:
             *_,
         ) = values
         turn = SaidTurn(
-            heard=read(heard),
+            heard=read(heard_json),
             most=most,
             rewritten=rewritten,
             begins=begins,
-            given=given[row].values.to_numpy(),
+            given=given_ids[row].values.to_numpy(),
             tokens=tokens,
             text=text,
             finish_reason=reason,

@@ -55,9 +55,7 @@ UNBOUNDED = 1 << 30
 
 @dataclass
 class Majority:
-    """Counts what can go wrong with many of something, and says it once, where it did with most of
-    the latest.
-    """
+    """Counts faults and warns once, when most of the latest had one."""
 
     of: int
     """So many are looked at together."""
@@ -96,7 +94,7 @@ class LiveEpisode:
     talk: RolloutConversations
     columns: bytes
     """Of its prompt, for the function."""
-    asked: Asked | None = None
+    query: Asked | None = None
     """The question that its function waits with."""
     turn: tuple[int, int] = (0, 0)
     """The conversation and the turn of the policy's in it that it waits for."""
@@ -132,8 +130,8 @@ class EpisodesRuntime(Runtime):
     def __init__(
         self, episode: EpisodeKnobs, context: Context, worlds: Callable[[Toolbox | None], Worlds]
     ) -> None:
-        """Load the tokenizer of the generator's model. worlds: makes what runs those that converse,
-        given tools.
+        """Load the tokenizer of the generator's model. worlds: builds, given tools, the runner of
+        the functions.
         """
         self._episode, self._context, self._name = episode, context, context.node
         assert episode.generator is not None and episode.generator.uses is not None, (
@@ -212,12 +210,12 @@ class EpisodesRuntime(Runtime):
                 continue
             if not rounds[group.row]:
                 self._recall(group, episodes)
-            for each in episodes:
-                self._await(each)
+            for episode in episodes:
+                self._await(episode)
 
     def work(self) -> list[Batch] | None:
-        """Begin what may begin, hear the functions, and pass on what they ask and what is
-        complete.
+        """Start episodes, take in the functions' questions, and return requests and complete
+        groups.
         """
         moved = self._begin() | self._tell()
         for answer in self._worlds.poll():
@@ -226,8 +224,8 @@ class EpisodesRuntime(Runtime):
             else:
                 self._end(answer)
             moved = True
-        for asked in self._worlds.asked():
-            self._ask(asked)
+        for question in self._worlds.asked():
+            self._ask(question)
             moved = True
         out = self._out()
         return out if out or moved else None
@@ -252,7 +250,7 @@ class EpisodesRuntime(Runtime):
         )
 
     def forget(self, source: str, group: int) -> None:
-        """Let go of what is on the disk of a group that has an outcome."""
+        """Remove a group's turns from the disk, once it has an outcome."""
         if source in self._files:
             self._files[source].forget(group)
 
@@ -277,7 +275,7 @@ class EpisodesRuntime(Runtime):
         }
 
     def close(self) -> None:
-        """End the processes; what was said stays on the disk."""
+        """End the processes; recorded turns stay on the disk."""
         self._worlds.close()
         for files in self._files.values():
             files.close()
@@ -315,21 +313,21 @@ class EpisodesRuntime(Runtime):
             self._plain, form, self._episode.past, group.prompt, prompt, tools
         )
 
-    def _question(self, each: LiveEpisode, asked: Asked) -> TurnQuestion:
+    def _question(self, episode: LiveEpisode, query: Asked) -> TurnQuestion:
         """What is asked."""
-        return TurnQuestion.of(asked.body)
+        return TurnQuestion.of(query.body)
 
-    def _request(self, asked: Asked, request: TurnRequest) -> TurnRequest:
+    def _request(self, query: Asked, request: TurnRequest) -> TurnRequest:
         """What the generator is asked for."""
         return request
 
     def _say(
-        self, each: LiveEpisode, asked: Asked, turn: tuple[int, int], text: str | None
+        self, episode: LiveEpisode, query: Asked, turn: tuple[int, int], text: str | None
     ) -> None:
         """Answer a question. turn: the conversation, and the turn in it. text: None: the policy has
         none left.
         """
-        self._worlds.tell(asked, told(text))
+        self._worlds.tell(query, told(text))
 
     def _mark(self, group: PromptGroup) -> int:
         return mark_of_prompt(f"{self._context.seed}/{group.source}/{group.group_id}", group.prompt)
@@ -343,35 +341,36 @@ class EpisodesRuntime(Runtime):
             if position < len(episodes):
                 episodes[position].talk.recall(turns)
 
-    def _await(self, each: LiveEpisode) -> None:
-        source, self._numbered = each.group.source, self._numbered + 1
+    def _await(self, episode: LiveEpisode) -> None:
+        source, self._numbered = episode.group.source, self._numbered + 1
         is_bound = source in self._context.bounds
         heapq.heappush(
-            self._waiting, (is_bound, each.group.group_id, each.position, self._numbered, each)
+            self._waiting,
+            (is_bound, episode.group.group_id, episode.position, self._numbered, episode),
         )
         self._of_source[source] = self._of_source.get(source, 0) + 1
 
     def _begin(self) -> bool:
         began = False
         while self._waiting and self._worlds.open_calls < self._at_once:
-            *_, each = heapq.heappop(self._waiting)
-            self._of_source[each.group.source] -= 1
-            each.since = self._context.clock()
-            self._live[self._worlds.submit(1, each.encode)] = each
+            *_, episode = heapq.heappop(self._waiting)
+            self._of_source[episode.group.source] -= 1
+            episode.since = self._context.clock()
+            self._live[self._worlds.submit(1, episode.encode)] = episode
             began = True
         return began
 
-    def _ask(self, asked: Asked) -> None:
-        """A function asks for a turn: what was said there is told again, what was not is asked for,
+    def _ask(self, query: Asked) -> None:
+        """A function asks for a turn: a recorded turn is answered at once, a new one is requested,
         once.
         """
-        each = self._live[asked.job]
-        self._worked(each)
-        question = self._question(each, asked)
-        self._count(each, question.rewards, *question.invalid)
+        episode = self._live[query.job]
+        self._worked(episode)
+        question = self._question(episode, query)
+        self._count(episode, question.rewards, *question.invalid)
         turn = question.conversation, len(question.rewards[question.conversation])
         try:
-            found = each.talk.ask(
+            reply = episode.talk.ask(
                 question.heard,
                 question.most,
                 rewards=question.rewards,
@@ -382,114 +381,114 @@ class EpisodesRuntime(Runtime):
         except Exception as error:
             # whatever a template, or a tokenizer, makes of what the world said
             failure = RolloutFailure(self._name, UNUSABLE, f"{type(error).__name__}: {error}")
-            each.error, found = sound(str(failure)), None
-        if not each.talk.is_drawing(each.turn[0]):
-            self._withdraw(each)
-        if not isinstance(found, TurnRequest):
-            self._played += found is not None
-            self._say(each, asked, turn, found)
+            episode.error, reply = sound(str(failure)), None
+        if not episode.talk.is_drawing(episode.turn[0]):
+            self._withdraw(episode)
+        if not isinstance(reply, TurnRequest):
+            self._played += reply is not None
+            self._say(episode, query, turn, reply)
             return
-        each.asked, each.turn, found = asked, turn, self._request(asked, found)
-        if each.request != found.number:
-            self._withdraw(each)
-            each.request = found.number
-            self._asked[found.number] = each
-            self._requests.append((each, found))
+        episode.query, episode.turn, reply = query, turn, self._request(query, reply)
+        if episode.request != reply.number:
+            self._withdraw(episode)
+            episode.request = reply.number
+            self._asked[reply.number] = episode
+            self._requests.append((episode, reply))
 
     def _hear(self, answers: pa.RecordBatch) -> None:
-        """What the generator has drawn; nobody waits for what was asked for by an episode that has
-        ended.
-        """
-        said = drawn_tokens(answers)
+        """Take the generator's answers; those for ended episodes are dropped."""
+        drawn = drawn_tokens(answers)
         columns = [
             answers.column(name).to_pylist()
             for name in (GROUP_ID, COMPLETION, FINISH_REASON, TEMPERATURE, ERROR)
         ]
-        for tokens, number, text, reason, temperature, error in zip(said, *columns, strict=True):
-            each = self._asked.get(number)
-            if each is None:
+        for tokens, number, text, reason, temperature, error in zip(drawn, *columns, strict=True):
+            episode = self._asked.get(number)
+            if episode is None:
                 continue
-            self._withdraw(each)
-            group, talk = each.group, each.talk
+            self._withdraw(episode)
+            group, talk = episode.group, episode.talk
             if error is not None:
-                each.error = error
+                episode.error = error
             if (
                 isinstance(begin := talk.begin, ConversationStarts)
                 and begin.form is not None
                 and begin.tools
             ):
                 text = begin.form.spoken(tokens.ids.tolist())
-            kept = (
+            recorded = (
                 None
                 if error is not None
-                else talk.answer(each.turn[0], tokens, text, reason, temperature)
+                else talk.answer(episode.turn[0], tokens, text, reason, temperature)
             )
-            self._told.append((each, each.turn, None if kept is None else kept.turn.text))
-            if kept is None:
+            self._told.append(
+                (episode, episode.turn, None if recorded is None else recorded.turn.text)
+            )
+            if recorded is None:
                 continue
             self._turns += 1
             if (
                 group.source in self._files
                 and not group.batch.records.column(ROUND_SIZE)[group.row].as_py()
             ):
-                made = KeptTurn(group.group_id, each.position, self._mark(group), kept)
-                self._kept.setdefault(group.source, []).append(made)
+                kept_turn = KeptTurn(group.group_id, episode.position, self._mark(group), recorded)
+                self._kept.setdefault(group.source, []).append(kept_turn)
             if sum(map(len, talk.rewards)) == 0:
                 self._begun.setdefault(group.source, []).append(group.group_id)
 
     def _tell(self) -> bool:
-        """Write down what was said, and only then let the functions hear it."""
-        for source, kept in self._kept.items():
-            self._files[source].append(kept)
+        """Write the turns down, and only then answer the functions."""
+        for source, turns in self._kept.items():
+            self._files[source].append(turns)
         drawn, self._kept, self._told = self._told, {}, []
-        for each, turn, text in drawn:
-            if each.asked is not None and each.turn == turn:
-                each.since = self._context.clock()
-                self._say(each, each.asked, turn, text)
+        for episode, turn, text in drawn:
+            if episode.query is not None and episode.turn == turn:
+                episode.since = self._context.clock()
+                self._say(episode, episode.query, turn, text)
         return bool(drawn)
 
     def _seen(self, answer: Answer) -> None:
-        """The world was looked at. Raises Unusable where no episode can be; what failed in looking
-        says nothing.
+        """Take the result of the look at the world. Raises Unusable where no episode is possible;
+        an error in looking decides nothing.
         """
         self._look, fault = None, "" if answer.failures else answer.body.decode()
         if fault:
             raise Unusable(f"'{self._name}': {fault}")
 
     def _count(
-        self, each: LiveEpisode, rewards: Sequence[Sequence[float]], invalid: int, why: str
+        self, episode: LiveEpisode, rewards: Sequence[Sequence[float]], invalid: int, why: str
     ) -> None:
         """Turns that its function has had by now, in this life of it."""
-        turns, (had, were) = sum(map(len, rewards)), each.counted
+        turns, (had, were) = sum(map(len, rewards)), episode.counted
         self._invalid.add(max(0, turns - had), max(0, invalid - were), why)
-        each.counted = turns, invalid
+        episode.counted = turns, invalid
 
-    def _worked(self, each: LiveEpisode) -> None:
+    def _worked(self, episode: LiveEpisode) -> None:
         """Its function has asked for something, or returned: it was at work until now."""
         now = self._context.clock()
-        self._world_s += now - each.since
-        each.since = now
+        self._world_s += now - episode.since
+        episode.since = now
 
-    def _withdraw(self, each: LiveEpisode) -> None:
-        """It waits for the generator no more."""
-        if each.request is not None:
-            self._asked.pop(each.request, None)
-            each.request = None
+    def _withdraw(self, episode: LiveEpisode) -> None:
+        """Withdraw its request from the generator."""
+        if episode.request is not None:
+            self._asked.pop(episode.request, None)
+            episode.request = None
 
     def _end(self, answer: Answer) -> None:
         """A function has returned, or failed."""
-        each = self._live.pop(answer.job)
-        self._worked(each)
-        each.failures += bool(answer.failures)
-        if answer.failures and each.error is None and each.failures < self._episode.tries:
+        episode = self._live.pop(answer.job)
+        self._worked(episode)
+        episode.failures += bool(answer.failures)
+        if answer.failures and episode.error is None and episode.failures < self._episode.tries:
             self._retried += 1
-            each.asked, each.counted = None, (0, 0)
-            self._await(each)
+            episode.query, episode.counted = None, (0, 0)
+            self._await(episode)
             return
-        self._withdraw(each)
-        talk, group = each.talk, each.group
+        self._withdraw(episode)
+        talk, group = episode.talk, episode.group
         tail: Sequence[Sequence[Heard]] = ()
-        error = each.error or next(
+        error = episode.error or next(
             (f"{self._name}: {text}" for text in answer.failures.values()), None
         )
         reason = STOPPED
@@ -503,14 +502,14 @@ class EpisodesRuntime(Runtime):
             self._causes[cause] += 1
         else:
             outcome = Outcome.of(answer.body)
-            each.returned, tail = outcome.returned, outcome.heard
+            episode.returned, tail = outcome.returned, outcome.heard
             talk.end(outcome.rewards)
-            self._count(each, outcome.rewards, *outcome.invalid)
-            has_value = self._episode.signature.output is None or each.returned is not None
+            self._count(episode, outcome.rewards, *outcome.invalid)
+            has_value = self._episode.signature.output is None or episode.returned is not None
             self._valueless.add(1, outcome.is_over and not has_value)
             reason = TOO_LONG if outcome.is_over else STOPPED
-        tokens, each.columns_of_turns = talk.columns()
-        group.rows[each.position] = EndedRollout(
+        tokens, episode.columns_of_turns = talk.columns()
+        group.rows[episode.position] = EndedRollout(
             tokens=tokens,
             start=len(talk.talks[0].prompt),
             reason=reason,
@@ -528,30 +527,30 @@ class EpisodesRuntime(Runtime):
                 self._context.ledger.advance(source, sorted(set(ids)), "generating")
         requests, complete = self._requests, self._complete
         self._requests, self._complete, self._begun = [], [], {}
-        rows = [(each.group, request) for each, request in requests]
-        made = [Batch(self._name, request_rows(rows))] if rows else []
+        rows = [(episode.group, request) for episode, request in requests]
+        batches = [Batch(self._name, request_rows(rows))] if rows else []
         for source in dict.fromkeys(group.source for group in complete):
             of_source = [group for group in complete if group.source == source]
-            made.append(Batch(source, self._rollouts(of_source)))
+            batches.append(Batch(source, self._rollouts(of_source)))
             for group in of_source:
                 self._owed -= group.size
                 group.batch.release(group.group_id)
                 del self._episodes[id(group)]
-        return made
+        return batches
 
     def _rollouts(self, complete: Sequence[PromptGroup]) -> pa.RecordBatch:
         """The rows of complete groups of one source, with what their turns and the function add."""
         batch = groups.rollouts(complete, self._tokenizer, frozenset(), optional=self._optional)
-        episodes = [each for group in complete for each in self._episodes[id(group)]]
-        temperatures = pa.array([each.talk.temperature for each in episodes], pa.float64())
+        episodes = [episode for group in complete for episode in self._episodes[id(group)]]
+        temperatures = pa.array([episode.talk.temperature for episode in episodes], pa.float64())
         at = batch.schema.get_field_index(TEMPERATURE)
         batch = batch.set_column(at, batch.schema.field(at), temperatures)
-        laid = [each.columns_of_turns or each.talk.columns()[1] for each in episodes]
+        laid = [episode.columns_of_turns or episode.talk.columns()[1] for episode in episodes]
         for name, kind in EPISODE_COLUMNS.items():
             batch = batch.append_column(name, pa.array([columns[name] for columns in laid], kind))
         output = self._episode.signature.output
         if output is None:
             return batch
         return batch.append_column(
-            self._name, pa.array([each.returned for each in episodes], output)
+            self._name, pa.array([episode.returned for episode in episodes], output)
         )

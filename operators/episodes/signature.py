@@ -1,6 +1,4 @@
-"""Reads an episode's function: which parameters are columns, which are knobs, and what its return
-value becomes.
-"""
+"""Reads an episode's function: its columns, its knobs, and what it returns."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""`tool_use`: the episode in which the policy calls tools until it has an answer; nobody writes a
-loop.
-"""
+"""`tool_use`: the episode in which the policy calls tools until it has an answer."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ KEPT_TEXTS = 4096
 
 
 class TurnContext(Protocol):
-    """Turns what was said and heard in one dialogue into tokens."""
+    """Turns one dialogue into tokens."""
 
     def context(
         self,
@@ -32,8 +32,9 @@ class TurnContext(Protocol):
         heard: Sequence[Heard],
         rewritten: str | None = None,
     ) -> AnyArray:
-        """Tokens of all that the policy sees before its next turn, int32. Raises ChatError where
-        there are none.
+        """Tokens of the context of the policy's next turn, int32. Raises ChatError where there are
+        none. heard: the world's text after the last turn. rewritten: the past that replaces the
+        turns.
 
         heard: behind the last turn. rewritten: how the past was, before that.
         """
@@ -60,10 +61,10 @@ class PlainContext:
             begin, stands = self._rewritten(begin, stands, turn.rewritten)
             stands = [*stands, turn]
         begin, stands = self._rewritten(begin, stands, rewritten)
-        said: list[AnyArray] = []
+        pieces: list[AnyArray] = []
         for place, turn in enumerate(stands):
-            said += [*(map(self.encode, _texts(turn.heard)) if place else ()), turn.tokens.ids]
-        return np.concatenate([begin, *said, *map(self.encode, _texts(heard))])
+            pieces += [*(map(self.encode, _texts(turn.heard)) if place else ()), turn.tokens.ids]
+        return np.concatenate([begin, *pieces, *map(self.encode, _texts(heard))])
 
     def _rewritten(
         self, begin: AnyArray, turns: list[SaidTurn], rewritten: str | None
@@ -81,7 +82,7 @@ class PlainContext:
 
 
 def _texts(heard: Sequence[Heard]) -> list[str]:
-    return [text_of([each]) for each in heard]
+    return [text_of([piece]) for piece in heard]
 
 
 @dataclass(frozen=True)
@@ -115,9 +116,7 @@ class ConversationStarts:
 
 
 class ChatContext:
-    """What was heard as a message of the user's, laid out by a chat template behind what was
-    sampled.
-    """
+    """The context by a chat template: the world's texts are user messages after the sampled ids."""
 
     def __init__(
         self,
@@ -158,7 +157,7 @@ class ChatContext:
         had = len(self._had)
         more = turns[had:]
         is_known = had <= len(turns) and all(
-            one is other for one, other in zip(self._had, turns, strict=False)
+            had is turn for had, turn in zip(self._had, turns, strict=False)
         )
         if not is_known or self._beyond not in [
             ((), None),
@@ -186,14 +185,16 @@ class ChatContext:
         self._beyond = tuple(heard), rewritten
 
     def _kept(self, turns: int) -> list[Message]:
-        """What the conversation began with, and its last turns with what was heard behind each."""
+        """The conversation's first messages, and its last turns, each with the world's texts after
+        it.
+        """
         messages = self._talk.messages
-        said = [
+        places = [
             at
             for at in range(self._begin, len(messages))
             if messages[at].get("role") == "assistant"
         ]
-        return [*messages[: self._begin], *(messages[said[-turns] :] if turns else ())]
+        return [*messages[: self._begin], *(messages[places[-turns] :] if turns else ())]
 
 
 def _messages(how: Mapping[str, Any]) -> list[Message]:

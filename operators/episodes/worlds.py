@@ -48,7 +48,7 @@ class Worlds(Protocol):
         """What calls have asked by the last `poll`."""
 
     def tell(self, question: Asked, body: bytes) -> None:
-        """Answer a question; who does not wait for it any more hears nothing."""
+        """Answer a question; an answer that is no longer awaited is dropped."""
 
     def close(self) -> None:
         """Give back what it holds."""
@@ -101,8 +101,8 @@ class InWorkerWorlds:
 
     def asked(self) -> list[Asked]:
         """What calls have asked by the last `poll`."""
-        asked, self._asked = self._asked, []
-        return asked
+        questions, self._asked = self._asked, []
+        return questions
 
     def tell(self, question: Asked, body: bytes) -> None:
         """Answer a question."""
@@ -112,11 +112,11 @@ class InWorkerWorlds:
 
     def close(self) -> None:
         """End all that are under way."""
-        left = asyncio.all_tasks(self._loop)  # those too that functions have started
-        for task in left:
+        tasks = asyncio.all_tasks(self._loop)  # those too that functions have started
+        for task in tasks:
             task.cancel()
-        if left:
-            self._loop.run_until_complete(asyncio.wait(left, timeout=self._settings.timeout_s))
+        if tasks:
+            self._loop.run_until_complete(asyncio.wait(tasks, timeout=self._settings.timeout_s))
         if self._box is not None:
             self._loop.run_until_complete(self._box.close())
         self._loop.close()
@@ -126,11 +126,11 @@ class InWorkerWorlds:
         for key in [key for key in self._waiting if key[0] == job]:
             self._waiting.pop(key).cancel()
 
-    async def answered(self, asked: Asked) -> bytes:
-        """What is told to a question."""
+    async def answered(self, query: Asked) -> bytes:
+        """The answer to a question."""
         future: asyncio.Future[bytes] = self._loop.create_future()
-        self._waiting[asked.job, asked.number] = future
-        self._asked.append(asked)
+        self._waiting[query.job, query.number] = future
+        self._asked.append(query)
         return await future
 
     async def _make(self, job: int, payload: bytes) -> None:

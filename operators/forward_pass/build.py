@@ -66,30 +66,31 @@ def needed(newest: int, source: Bound | None, own: Bound | None) -> int:
     """
     if source is None or own is None or newest < 0:
         return 0
-    wanted = newest * source.prompts_per_step // own.prompts_per_step - own.max_staleness
-    wanted = max(0, wanted if own.steps is None else min(wanted, own.steps))
-    return _sent(wanted, own)
+    version = newest * source.prompts_per_step // own.prompts_per_step - own.max_staleness
+    version = max(0, version if own.steps is None else min(version, own.steps))
+    return _sent(version, own)
 
 
 def is_first(note: Mapping[str, object], own: Bound) -> bool:
-    """Whether a reader that was sent no weights yet has the version that it should: its own model,
-    where it is one that is refreshed, and its trainer has said (note) that there is no other for
-    it.
+    """Whether a reader without weights yet has the right version: a refreshed model starts with its
+    own, once its trainer has noted that no other exists.
     """
-    made = note.get("version")
-    return own.every is not None and isinstance(made, int) and made < own.every
+    version = note.get("version")
+    return own.every is not None and isinstance(version, int) and version < own.every
 
 
 def is_due(
-    group_id: int, newest: int, known: Known, source: Bound | None, own: Bound | None
+    group_id: int, newest: int, versions: Known, source: Bound | None, own: Bound | None
 ) -> bool:
     """Whether the group may be computed now."""
-    if known.version < 0:
+    if versions.version < 0:
         return False
-    if own is None or known.version >= needed(newest, source, own):
+    if own is None or versions.version >= needed(newest, source, own):
         return True
-    passed = known.told * own.prompts_per_step + known.dropped
-    return known.version >= _sent(known.told, own) and group_id < passed + own.prompts_per_step
+    passed = versions.told * own.prompts_per_step + versions.dropped
+    return (
+        versions.version >= _sent(versions.told, own) and group_id < passed + own.prompts_per_step
+    )
 
 
 def _sent(version: int, own: Bound) -> int:
@@ -130,7 +131,7 @@ class _Round:
     """Of the weights that compute them."""
     good: AnyArray
     """Its rows that have not failed, int64."""
-    asked: ModelQuery | None
+    query: ModelQuery | None
     """None: none is good."""
     parts: list[AnyArray]
     """Micro-batches to come: indices into R."""
@@ -236,7 +237,7 @@ class ForwardRuntime(Runtime):
         return self._round is not None or (had and self._due())
 
     def sleep(self) -> None:
-        """Put the model aside; a round begins anew later."""
+        """Move the model out of the device's memory; a current round starts over later."""
         if self._round is not None:
             self._waiting.extendleft(reversed(self._round.groups))
             self._round = None
@@ -259,12 +260,12 @@ class ForwardRuntime(Runtime):
         """Rows held, groups that wait, tokens that went through the model, and the version where
         there are several.
         """
-        found: dict[str, float | int | str] = {
+        figures: dict[str, float | int | str] = {
             "queue": self._rows,
             "waiting": len(self._waiting),
             "tokens": self._tokens,
         }
-        return found | {"version": self._known().version} if self._trained else found
+        return figures | {"version": self._known().version} if self._trained else figures
 
     def _listen(self) -> None:
         """Take the newest weights that are offered; a restarted trainer's may have the same
@@ -279,16 +280,16 @@ class ForwardRuntime(Runtime):
         if not self._trained:
             return Known(version=0)
         note, version = self._weights.note, self._weights.version
-        told = int(note.get("version", 0))
+        newest = int(note.get("version", 0))
         if version < 0 and self._own is not None and is_first(note, self._own):
             version = 0
-        return Known(version=version, told=told, dropped=int(note.get("dropped", 0)))
+        return Known(version=version, told=newest, dropped=int(note.get("dropped", 0)))
 
     def _due(self) -> bool:
         """Whether some group is."""
-        known, bounds = self._known(), self._context.bounds
+        versions, bounds = self._known(), self._context.bounds
         return any(
-            is_due(group.group_id, group.newest, known, bounds.get(group.source), self._own)
+            is_due(group.group_id, group.newest, versions, bounds.get(group.source), self._own)
             for group in self._waiting
         )
 
@@ -296,14 +297,14 @@ class ForwardRuntime(Runtime):
         """Groups of one source and temperature that are due, up to a micro-batch, taken from the
         queue.
         """
-        known, bounds = self._known(), self._context.bounds
+        versions, bounds = self._known(), self._context.bounds
         chosen: list[_Group] = []
         cost = 0
         for group in self._waiting:
             source = group.source
             if chosen and (source, group.temperature) != (chosen[0].source, chosen[0].temperature):
                 continue
-            if not is_due(group.group_id, group.newest, known, bounds.get(source), self._own):
+            if not is_due(group.group_id, group.newest, versions, bounds.get(source), self._own):
                 continue
             if chosen and cost + group.cost > self._declaration.micro_batch_tokens:
                 break
@@ -311,9 +312,9 @@ class ForwardRuntime(Runtime):
             cost += group.cost
         if not chosen:
             return None
-        taken = {id(group) for group in chosen}
+        chosen_ids = {id(group) for group in chosen}
         self._waiting = collections.deque(
-            group for group in self._waiting if id(group) not in taken
+            group for group in self._waiting if id(group) not in chosen_ids
         )
         return self._ask(chosen)
 
@@ -326,24 +327,24 @@ class ForwardRuntime(Runtime):
         good, version = np.flatnonzero(_good(records)), self._known().version
         if not len(good):
             return _Round(groups, records, version, good, None, [], np.zeros(0, np.float32))
-        asked = self._reading.ask(records.take(pa.array(good)))
+        query = self._reading.ask(records.take(pa.array(good)))
         limit = self._declaration.micro_batch_tokens
         parts = (
-            split(asked.tokens_S, asked.offsets, asked.groups_R, limit) if len(asked.row_R) else []
+            split(query.tokens_S, query.offsets, query.groups_R, limit) if len(query.row_R) else []
         )
         return _Round(
-            groups, records, version, good, asked, parts, np.zeros(len(asked.tokens_S), np.float32)
+            groups, records, version, good, query, parts, np.zeros(len(query.tokens_S), np.float32)
         )
 
     def _compute(self, current: _Round, part: AnyArray) -> None:
-        asked = current.asked
-        assert asked is not None, "micro-batches are of sequences"
-        positions, offsets = gather(asked.offsets, part)
-        packed = pack(asked.tokens_S[positions], asked.read_S[positions], offsets)
+        query = current.query
+        assert query is not None, "micro-batches are of sequences"
+        positions, offsets = gather(query.offsets, part)
+        packed = pack(query.tokens_S[positions], query.read_S[positions], offsets)
         if not len(packed.flat_T):
             return
         flat_T = positions[packed.flat_T]
-        left_T = None if asked.left_S is None else asked.left_S.take(flat_T)
+        left_T = None if query.left_S is None else query.left_S.take(flat_T)
         self._reading.forward.at(current.groups[0].temperature)
         with torch.no_grad():
             (numbers_T,) = self._reading.forward.computed(packed, left_T, ()).values()
@@ -356,20 +357,20 @@ class ForwardRuntime(Runtime):
         """
         records, total = current.records, current.records.num_rows
         values, failures = pa.nulls(total, self._declaration.column), {}
-        if current.asked is not None:
-            asked = current.asked
-            made = self._reading.column(
-                records.take(pa.array(current.good)), asked, current.numbers_S
+        if current.query is not None:
+            query = current.query
+            computed = self._reading.column(
+                records.take(pa.array(current.good)), query, current.numbers_S
             )
-            failures = dict(asked.failures)
+            failures = dict(query.failures)
             at = np.full(total, -1, np.int64)
-            rows = asked.row_R[asked.firsts]
+            rows = query.row_R[query.firsts]
             at[current.good[rows]] = np.arange(len(rows))
-            for sequence in _not_finite(asked, current.numbers_S):
-                row = int(asked.row_R[sequence])
+            for sequence in _not_finite(query, current.numbers_S):
+                row = int(query.row_R[sequence])
                 failures[row] = "the number that the model gave is not finite"
                 at[current.good[row]] = -1
-            values = made.take(pa.array(at, mask=at < 0))
+            values = computed.take(pa.array(at, mask=at < 0))
         if failures:
             name = self._declaration.name
             errors = {int(current.good[row]): f"{name}: {text}" for row, text in failures.items()}
@@ -384,21 +385,22 @@ class ForwardRuntime(Runtime):
         versions = pa.repeat(pa.scalar(current.version, pa.int32()), total)
         versions = pc.if_else(values.is_null(), pa.scalar(None, pa.int32()), versions)
         name = self._declaration.name
-        made = records.append_column(name, values).append_column(version_column(name), versions)
-        return Batch(current.groups[0].source, made)
+        rows = records.append_column(name, values).append_column(version_column(name), versions)
+        return Batch(current.groups[0].source, rows)
 
     def _check_deadline(self) -> None:
         wait_s = self._context.limits.slice_s
         if not self._waiting or self._due() or self._context.clock() - self._moved <= wait_s:
             return
-        known, group = self._known(), self._waiting[0]
+        versions, group = self._known(), self._waiting[0]
         source = group.source
-        wanted = needed(group.newest, self._context.bounds.get(source), self._own)
+        version = needed(group.newest, self._context.bounds.get(source), self._own)
         raise DeadlineError(
-            f"'{self._context.node}' waited {wait_s:.0f} s for version {wanted} of"
+            f"'{self._context.node}' waited {wait_s:.0f} s for version {version} of"
             f" '{self._declaration.model.name}', which group {group.group_id} of '{source}' needs"
-            f" (its newest token is of version {group.newest}); it has version {known.version} and"
-            f" its trainer spoke of version {known.told} last; see that trainer's log"
+            f" (its newest token is of version {group.newest}); it has version {versions.version}"
+            " and"
+            f" its trainer spoke of version {versions.told} last; see that trainer's log"
         )
 
 
@@ -426,10 +428,10 @@ def _cost(rows: pa.RecordBatch) -> int:
     return int(written + max(0, lengths.max(initial=0) - written // max(1, len(lengths))))
 
 
-def _not_finite(asked: ModelQuery, numbers_S: AnyArray) -> list[int]:
+def _not_finite(query: ModelQuery, numbers_S: AnyArray) -> list[int]:
     """Sequences that have a number which is none."""
     wrong = np.flatnonzero(~np.isfinite(numbers_S))
-    return np.unique(np.searchsorted(asked.offsets, wrong, side="right") - 1).tolist()  # type: ignore[no-any-return]
+    return np.unique(np.searchsorted(query.offsets, wrong, side="right") - 1).tolist()  # type: ignore[no-any-return]
 
 
 def build(declaration: ForwardKnobs, context: Context) -> ForwardRuntime:

@@ -1,5 +1,5 @@
-"""Knobs of what reads rollouts with a model and does not train it, and what can be wrong with them;
-no torch.
+"""Knobs of operators that read rollouts with a model and do not train it, and their faults; no
+torch.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class ForwardKnobs(Transform):
         return Traits(tensor_parallel=self.tensor_parallel, sleeps=True)
 
     def reads(self) -> Mapping[str, Any]:
-        """The rollout's tokens, and what says which of them count."""
+        """The rollout's tokens, and the columns that say which of them count."""
         return {
             TOKENS: list[int],
             MASK: list[bool],
@@ -82,24 +82,24 @@ class ForwardKnobs(Transform):
 
     def faults(self) -> list[str]:
         """Knobs that cannot be right."""
-        found = []
+        faults = []
         if not isinstance(self.model, Model):
-            found.append(
+            faults.append(
                 f"'{self.name}' reads with {self.model!r}, which is no Model; give"
                 " Model('path/to/folder')"
             )
         elif self.model.head != self.head:
-            found.append(
+            faults.append(
                 f"'{self.name}' needs a model with head '{self.head}', but '{self.model.name}' has"
                 f" head '{self.model.head}'; give it Model(..., head='{self.head}')"
             )
         for knob in ("micro_batch_tokens", "tensor_parallel"):
             value = getattr(self, knob)
             if not _is_whole(value) or value < 1:
-                found.append(
+                faults.append(
                     f"'{self.name}' has {knob}={value!r}; give a whole number of 1 or more"
                 )
-        return found
+        return faults
 
 
 @dataclass(frozen=True, eq=False)
@@ -123,16 +123,17 @@ class LogprobsKnobs(ForwardKnobs):
 
     def faults(self) -> list[str]:
         """Knobs that cannot be right."""
-        found, given = super().faults(), self.temperature
+        faults, temperature = super().faults(), self.temperature
         if (
-            isinstance(given, bool)
-            or not isinstance(given, int | float)
-            or not 0 < given < math.inf
+            isinstance(temperature, bool)
+            or not isinstance(temperature, int | float)
+            or not 0 < temperature < math.inf
         ):
-            found.append(
-                f"'{self.name}' has temperature={given!r}; give a number above 0, the generator's"
+            faults.append(
+                f"'{self.name}' has temperature={temperature!r}; give a number above 0, the"
+                " generator's"
             )
-        return found
+        return faults
 
 
 @dataclass(frozen=True, eq=False)
@@ -172,17 +173,17 @@ class RewardKnobs(ForwardKnobs):
 
     def faults(self) -> list[str]:
         """Knobs that cannot be right."""
-        found = super().faults()
+        faults = super().faults()
         if self.per not in ("rollout", "step"):
-            found.append(
+            faults.append(
                 f"'{self.name}' has per={self.per!r}, which is not known; use 'rollout' or 'step'"
             )
         if not isinstance(self.cut, str) or not self.cut:
-            found.append(
+            faults.append(
                 f"'{self.name}' has cut={self.cut!r}; give the text that steps end with, such as"
                 " '\\n\\n'"
             )
-        return found
+        return faults
 
 
 def _is_whole(value: object) -> bool:

@@ -53,7 +53,7 @@ class Reading(Protocol):
         read them.
         """
 
-    def column(self, rows: pa.RecordBatch, asked: ModelQuery, numbers_S: AnyArray) -> pa.Array:
+    def column(self, rows: pa.RecordBatch, query: ModelQuery, numbers_S: AnyArray) -> pa.Array:
         """The answers, one for each row that was asked about; numbers_S: float32, 0 where none was
         wanted.
         """

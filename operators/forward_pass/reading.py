@@ -60,22 +60,22 @@ class OwnTokens:
         """Those rows that are short enough. Raises OperatorError when the tokens are not this
         model's.
         """
-        found = step_rows([rows], (LOGPROBS,))
-        lengths = found.longest_R
+        step = step_rows([rows], (LOGPROBS,))
+        lengths = step.longest_R
         fits = np.ones(len(lengths), bool) if self._most is None else lengths <= self._most
-        strange = {row: text for row, text in enumerate(self._unknown(found)) if text is not None}
+        strange = {row: text for row, text in enumerate(self._unknown(step)) if text is not None}
         fits[list(strange)] = False
         if not fits.all():
-            found = step_rows([rows.filter(pa.array(fits))], (LOGPROBS,))
-        begins, rollouts = unfolded(found.offsets, found.cuts_S)
+            step = step_rows([rows.filter(pa.array(fits))], (LOGPROBS,))
+        begins, rollouts = unfolded(step.offsets, step.cuts_S)
         self._check(rows)
         return ModelQuery(
-            tokens_S=found.tokens.ids,
-            read_S=found.chosen_S,
+            tokens_S=step.tokens.ids,
+            read_S=step.chosen_S,
             offsets=begins,
-            groups_R=found.groups_R[rollouts],
+            groups_R=step.groups_R[rollouts],
             row_R=np.flatnonzero(fits)[rollouts],
-            left_S=found.tokens.sampling_mask,
+            left_S=step.tokens.sampling_mask,
             failures={
                 row: (
                     f"the rollout has {lengths[row]} tokens, but '{self._model}' takes"
@@ -86,17 +86,17 @@ class OwnTokens:
             | strange,
         )
 
-    def column(self, rows: pa.RecordBatch, asked: ModelQuery, numbers_S: AnyArray) -> pa.Array:
+    def column(self, rows: pa.RecordBatch, query: ModelQuery, numbers_S: AnyArray) -> pa.Array:
         """A number per token, 0 where the policy chose none."""
-        return lists(numbers_S, np.r_[asked.offsets[:-1][asked.firsts], asked.offsets[-1]])
+        return lists(numbers_S, np.r_[query.offsets[:-1][query.firsts], query.offsets[-1]])
 
     def _unknown(self, rows: StepRows) -> Iterator[str | None]:
-        """Of each rollout what is wrong with its tokens, and with those that truncation left."""
-        left = rows.tokens.sampling_mask
+        """For each rollout, what is wrong with its tokens or with the ids that truncation left."""
+        masks = rows.tokens.sampling_mask
         for first, last in pairwise(rows.offsets.tolist()):
             ids = rows.tokens.ids[first:last]
             largest = int(
-                (ids if left is None else np.r_[ids, left[first:last].ids]).max(initial=0)
+                (ids if masks is None else np.r_[ids, masks[first:last].ids]).max(initial=0)
             )
             if largest < self._vocabulary:
                 yield None
@@ -107,20 +107,20 @@ class OwnTokens:
                 )
 
     def _check(self, rows: pa.RecordBatch) -> None:
-        if self._tokenizer is not None and (told := disagreement(self._tokenizer, rows)):
+        if self._tokenizer is not None and (difference := disagreement(self._tokenizer, rows)):
             raise OperatorError(
                 f"'{self._node}' reads the policy's tokens with '{self._model}', whose tokenizer is"
-                f" another: {told}; give a model with the policy's tokenizer"
+                f" another: {difference}; give a model with the policy's tokenizer"
             )
         if any(rows.column(COMPLETION).to_pylist()):
             self._tokenizer = None
 
 
 def disagreement(tokenizer: Any, rows: pa.RecordBatch) -> str | None:
-    """How a tokenizer reads the chosen tokens, where in no row it reads what the policy wrote. In
-    an episode that is what it said first: what the world said stands in the text, too.
+    """How a tokenizer reads the chosen tokens, where in no row it reads the policy's text. In an
+    episode only the first turn counts: later text is mixed with the world's.
     """
-    told = None
+    difference = None
     in_turns = TURN in rows.schema.names
     for tokens, mask, completion in zip(
         *(rows.column(n).to_pylist() for n in (TOKENS, MASK, COMPLETION)), strict=True
@@ -138,8 +138,8 @@ def disagreement(tokenizer: Any, rows: pa.RecordBatch) -> str | None:
                 in_turns and begin and begin in _bare(completion)
             ):
                 return None
-            told = f"the policy wrote {completion[:40]!r}, which it reads as {read[:40]!r}"
-    return told
+            difference = f"the policy wrote {completion[:40]!r}, which it reads as {read[:40]!r}"
+    return difference
 
 
 def _bare(text: str) -> str:
@@ -176,9 +176,9 @@ def lay_out(
         return Laid(prompt + completion + suffix, len(prompt))
     messages = _messages(prompt)
     begun = beginning_of(messages)
-    said = messages if begun is None else messages[:-1]
+    earlier = messages if begun is None else messages[:-1]
     turn = {"role": "assistant", "content": (begun or "") + completion}
-    text = template.render([*said, turn], opens=False)
+    text = template.render([*earlier, turn], opens=False)
     begin = text.rfind(completion)
     if begin < 0:
         raise ValueError(
@@ -216,31 +216,31 @@ def read_ends(tokenizer: Any, tokens: list[int], characters: list[int]) -> list[
 
     Raises ValueError when all of them together are fewer.
     """
-    found: list[int] = []
+    ends: list[int] = []
     low = 0
-    for wanted in characters:
+    for count in characters:
         high = len(tokens)
-        if len(tokenizer.decode(tokens, skip_special_tokens=True)) < wanted:
+        if len(tokenizer.decode(tokens, skip_special_tokens=True)) < count:
             raise ValueError(
                 "the tokens hold less text than the completion; give policy=Model(...), whose"
                 " tokens they are"
             )
         while low < high:
             middle = (low + high) // 2
-            if len(tokenizer.decode(tokens[: middle + 1], skip_special_tokens=True)) < wanted:
+            if len(tokenizer.decode(tokens[: middle + 1], skip_special_tokens=True)) < count:
                 low = middle + 1
             else:
                 high = middle
-        found.append(low)
-    return found
+        ends.append(low)
+    return ends
 
 
 def _messages(prompt: str) -> list[dict[str, Any]]:
     try:
-        found = json.loads(prompt)
+        messages = json.loads(prompt)
     except json.JSONDecodeError:
-        found = None
-    return found if isinstance(found, list) else [{"role": "user", "content": prompt}]
+        messages = None
+    return messages if isinstance(messages, list) else [{"role": "user", "content": prompt}]
 
 
 # Asks a judge about rollouts as texts: laid out and tokenized its own way, a number per text or
@@ -301,17 +301,17 @@ class OwnText:
                 failures[row] = str(error)
         return _asked(rows, sequences, failures)
 
-    def column(self, rows: pa.RecordBatch, asked: ModelQuery, numbers_S: AnyArray) -> pa.Array:
+    def column(self, rows: pa.RecordBatch, query: ModelQuery, numbers_S: AnyArray) -> pa.Array:
         """Float64 [R], or lists over the rollout's tokens with each step's number at its last
         token.
         """
         if self._declaration.per == "rollout":
-            return pa.array(numbers_S[asked.offsets[1:] - 1].astype(np.float64))
-        offsets = np.r_[0, np.cumsum(list_lengths(rows.column(TOKENS))[asked.row_R])]
+            return pa.array(numbers_S[query.offsets[1:] - 1].astype(np.float64))
+        offsets = np.r_[0, np.cumsum(list_lengths(rows.column(TOKENS))[query.row_R])]
         placed = np.zeros(int(offsets[-1]), np.float32)
-        for sequence, places in enumerate(asked.places_R):
-            mine = slice(asked.offsets[sequence], asked.offsets[sequence + 1])
-            np.add.at(placed, offsets[sequence] + places, numbers_S[mine][asked.read_S[mine]])
+        for sequence, places in enumerate(query.places_R):
+            mine = slice(query.offsets[sequence], query.offsets[sequence + 1])
+            np.add.at(placed, offsets[sequence] + places, numbers_S[mine][query.read_S[mine]])
         return lists(placed, offsets)
 
     def _encoded(self, texts: dict[int, Laid]) -> dict[int, tuple[AnyArray, AnyArray]]:
@@ -319,15 +319,15 @@ class OwnText:
         if not texts:
             return {}
         steps = self._declaration.per == "step"
-        made = self._tokenizer(
+        encoding = self._tokenizer(
             [laid.text for laid in texts.values()],
             add_special_tokens=not self._declaration.chat,
             return_offsets_mapping=steps,
         )
-        ends = made["offset_mapping"] if steps else [()] * len(texts)
+        ends = encoding["offset_mapping"] if steps else [()] * len(texts)
         return {
             row: (np.array(tokens, np.int64), np.array([end for _, end in spans], np.int64))
-            for row, tokens, spans in zip(texts, made["input_ids"], ends, strict=True)
+            for row, tokens, spans in zip(texts, encoding["input_ids"], ends, strict=True)
         }
 
     def _sequence(
@@ -366,10 +366,11 @@ class OwnText:
         """Once, on the first rows with a text."""
         if self._is_checked:
             return
-        if told := disagreement(self._policy_tokenizer, rows):
+        if difference := disagreement(self._policy_tokenizer, rows):
             raise OperatorError(
                 f"'{self._node}' looks for the last token of each step, but the tokens are not"
-                f" those of its tokenizer: {told}; give policy=Model(...), whose tokens they are"
+                f" those of its tokenizer: {difference}; give policy=Model(...), whose tokens they"
+                " are"
             )
         self._is_checked = any(rows.column(COMPLETION).to_pylist())
 
@@ -399,7 +400,7 @@ def _asked(
     return ModelQuery(
         tokens_S=np.concatenate(tokens),
         read_S=np.concatenate(read),
-        offsets=np.r_[0, np.cumsum([len(each) for each in tokens[1:]])].astype(np.int64),
+        offsets=np.r_[0, np.cumsum([len(ids) for ids in tokens[1:]])].astype(np.int64),
         groups_R=rows.column(GROUP_ID).to_numpy()[row_R],
         row_R=row_R,
         places_R=tuple(sequence.places for sequence in sequences.values()),
@@ -449,7 +450,9 @@ def forward_of(declaration: ForwardKnobs, module: Any, is_alone: bool) -> Forwar
     compute = None
     if declaration.model.dtype != "float32":
         compute = getattr(torch, declaration.model.dtype)
-        module.get_input_embeddings().register_forward_hook(lambda layer, given, made: made.float())
+        module.get_input_embeddings().register_forward_hook(
+            lambda layer, inputs, output: output.float()
+        )
     if isinstance(declaration, LogprobsKnobs):
         forward: Policy | Critic = Policy(
             module, temperature=declaration.temperature, compute=compute

@@ -116,18 +116,18 @@ class PromptGroup:
         self.mark = None if self.mark is None else self.mark_of(seed)
 
     def mark_of(self, seed: int) -> int:
-        """A checksum of what its rollouts depend on beside weights: the run's seed, how tokens are
-        drawn, the prompt's tokens. int64.
+        """A checksum of everything but weights that its rollouts depend on: the run's seed, the
+        sampling knobs, the prompt's tokens. int64.
         """
         prompt = np.ascontiguousarray(self.prompt, np.int64).tobytes()
         head = f"{seed}/{self.source}/{self.group_id}/{self.sampled}/"
         return xxhash.xxh3_64_intdigest(head.encode() + prompt) - (1 << 63)
 
-    def go_on(self, found: Mapping[int, PartialRollout]) -> None:
-        """Take over rollouts that an earlier process began, by position: ended ones have ended, the
-        others go on from there, and before those that begin.
+    def go_on(self, rollouts: Mapping[int, PartialRollout]) -> None:
+        """Take over rollouts that an earlier process began, by position: ended ones stay ended; the
+        others continue, before new ones start.
         """
-        for position, rollout in found.items():
+        for position, rollout in rollouts.items():
             if rollout.finish_reason is None:
                 self.partial[position] = rollout
                 continue
@@ -140,8 +140,8 @@ class PromptGroup:
             self.written_ends.add(position)
             self.left -= 1
             self.unstarted -= 1
-        left = [position for position, row in enumerate(self.rows) if row is None]
-        self.order = sorted(left, key=lambda position: position not in self.partial)
+        positions = [position for position, row in enumerate(self.rows) if row is None]
+        self.order = sorted(positions, key=lambda position: position not in self.partial)
 
     def unwritten_ends(self, least: int) -> list[tuple[int, PartialRollout]]:
         """By position, the rest of rollouts that ended; nothing as long as none of the group's has
@@ -150,13 +150,13 @@ class PromptGroup:
         ended = [row for row in self.rows if row is not None]
         if not any(self.written) and all(len(row.tokens) - row.start < least for row in ended):
             return []
-        found = []
+        ends = []
         for position, row in enumerate(self.rows):
             if row is not None and position not in self.written_ends and row.reason != BROKEN:
                 self.written_ends.add(position)
                 begin, reason = self.written[position], REASONS[row.reason]
                 tokens = row.tokens[row.start + begin :]
-                found.append(
+                ends.append(
                     (
                         position,
                         PartialRollout(
@@ -164,7 +164,7 @@ class PromptGroup:
                         ),
                     )
                 )
-        return found
+        return ends
 
     def fail(self, error: str) -> None:
         """End all its rollouts with this error, before any token."""
@@ -186,10 +186,10 @@ def of_prompts(
     numbers = (
         batch.records.column(name).to_pylist() for name in (GROUP_ID, GROUP_SIZE, MIN_VERSION)
     )
-    for row, (prompt, group_id, asked, min_version) in enumerate(
+    for row, (prompt, group_id, own_size, min_version) in enumerate(
         zip(encoded, *numbers, strict=True)
     ):
-        size = asked or group_size
+        size = own_size or group_size
         tokens = np.zeros(0, np.int64) if isinstance(prompt, str) else prompt
         group = PromptGroup(
             source=batch.source,
@@ -241,7 +241,7 @@ def rollouts(
     group_ids = np.array([group.group_id for group in groups], dtype=np.int64)
     offsets = np.concatenate([[0], np.cumsum([len(row.tokens) for row in rows])])
     tokens = RolloutTokens.joined([row.tokens for row in rows])
-    made = tokens.columns(offsets, sampling_mask=SAMPLING_MASK in optional) | {
+    columns = tokens.columns(offsets, sampling_mask=SAMPLING_MASK in optional) | {
         ROLLOUT_ID: pa.array(np.repeat(group_ids * sizes, sizes) + position),
         POSITION: pa.array(position),
         COMPLETION: pa.array(texts_of(rows, tokenizer, ends), pa.string()),
@@ -255,12 +255,12 @@ def rollouts(
     }
     if RAW_COMPLETION in optional:
         written = [row.tokens.ids[row.start :] for row in rows]
-        made[RAW_COMPLETION] = pa.array(
+        columns[RAW_COMPLETION] = pa.array(
             tokenizer.batch_decode(written, skip_special_tokens=False), pa.string()
         )
     batch = _prompt_rows(groups, sizes)
     for name in (*ROLLOUT_COLUMNS, TEMPERATURE, *optional):
-        batch = batch.append_column(name, made[name])
+        batch = batch.append_column(name, columns[name])
     return batch
 
 
@@ -292,14 +292,14 @@ def _prompt_rows(groups: Sequence[PromptGroup], sizes: AnyArray) -> pa.RecordBat
 def texts_of(rows: Sequence[EndedRollout], tokenizer: Any, ends: frozenset[int]) -> list[str]:
     """What each rollout wrote, without its end token or stop string."""
     unsaid = [i for i, row in enumerate(rows) if row.text is None]
-    wanted = []
+    to_decode = []
     for i in unsaid:
         ids = rows[i].tokens.ids[rows[i].start :]
-        wanted.append(ids[:-1] if rows[i].reason == STOPPED and ids[-1] in ends else ids)
+        to_decode.append(ids[:-1] if rows[i].reason == STOPPED and ids[-1] in ends else ids)
     texts = [row.text or "" for row in rows]
-    if wanted:
+    if to_decode:
         for i, text in zip(
-            unsaid, tokenizer.batch_decode(wanted, skip_special_tokens=True), strict=True
+            unsaid, tokenizer.batch_decode(to_decode, skip_special_tokens=True), strict=True
         ):
             texts[i] = text
     return texts

@@ -64,7 +64,7 @@ class PartialRollouts:
         if files is None or group.batch.records.column(ROUND_SIZE)[group.row].as_py():
             return
         rows = files.find(group.group_id)
-        found: dict[int, PartialRollout] = {}
+        partials: dict[int, PartialRollout] = {}
         for group.sampled in dict.fromkeys(reversed(sampled)):
             group.mark = group.mark_of(self._seed)
             for row in rows:
@@ -74,17 +74,17 @@ class PartialRollouts:
                     and row.position < group.size
                     and has_masks == self._masks
                 )
-                if fits and row.position not in found and may_go_on(row.rollout):
-                    found[row.position] = row.rollout
-            if found:
+                if fits and row.position not in partials and may_go_on(row.rollout):
+                    partials[row.position] = row.rollout
+            if partials:
                 break
         else:
             group.sampled = sampled[-1]
             group.mark = group.mark_of(self._seed)
         group.written = [0] * group.size
-        if found:
-            group.go_on(found)
-            self.recalled += sum(len(rollout.tokens) for rollout in found.values())
+        if partials:
+            group.go_on(partials)
+            self.recalled += sum(len(rollout.tokens) for rollout in partials.values())
 
     def write(self, engine: DecodingEngine, tickets: Mapping[int, tuple[PromptGroup, int]]) -> None:
         """Write down what has grown, if so many steps have passed. tickets: group and position of

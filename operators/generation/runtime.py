@@ -62,8 +62,8 @@ from operators.models.read_weights import ReadWeights
 def turns_of(
     batch: Batch, context_tokens: int, vocabulary: int, node: str
 ) -> Iterator[PromptGroup]:
-    """The turns of a batch of requests; one whose conversation fills the context has ended, with
-    nothing said, and one with a token beyond the `vocabulary` has failed.
+    """The turns of a batch of requests. A conversation that fills the context ends with an empty
+    turn; a token beyond the `vocabulary` fails it.
     """
     records = batch.records
     names = (GROUP_ID, OF_SOURCE, OF_GROUP, MIN_VERSION, SEED, MOST_TOKENS, TEMPERATURE, STOP)
@@ -96,20 +96,20 @@ def turns_of(
         if (fault := unknown_token(tokens, vocabulary, node)) is not None:
             group.fail(fault)
         elif len(tokens) >= context_tokens:
-            said = EndedRollout(
+            ended = EndedRollout(
                 tokens=RolloutTokens.given(tokens), start=len(tokens), reason=TOO_LONG, text=""
             )
-            group.rows, group.unstarted, group.left = [said], 0, 0
+            group.rows, group.unstarted, group.left = [ended], 0, 0
         yield group
 
 
 def answers(turns: Sequence[PromptGroup], tokenizer: Any, ends: frozenset[int]) -> pa.RecordBatch:
     """What was drawn of some turns, in the columns of `TURN_ANSWER`."""
     rows = [row for group in turns for row in group.rows if row is not None]
-    said = [row.tokens[row.start :] for row in rows]
-    offsets = np.concatenate([[0], np.cumsum([len(tokens) for tokens in said])])
-    tokens = RolloutTokens.joined(said)
-    made = tokens.columns(offsets, sampling_mask=True) | {
+    drawn = [row.tokens[row.start :] for row in rows]
+    offsets = np.concatenate([[0], np.cumsum([len(tokens) for tokens in drawn])])
+    tokens = RolloutTokens.joined(drawn)
+    columns = tokens.columns(offsets, sampling_mask=True) | {
         GROUP_ID: pa.array([group.number for group in turns], pa.int64()),
         COMPLETION: pa.array(texts_of(rows, tokenizer, ends), pa.string()),
         TEMPERATURE: pa.array(
@@ -119,9 +119,9 @@ def answers(turns: Sequence[PromptGroup], tokenizer: Any, ends: frozenset[int]) 
         ERROR: pa.array([error_of(row) for row in rows], pa.string()),
     }
     if tokens.sampling_mask is None:
-        made[SAMPLING_MASK] = pa.nulls(len(rows), SAMPLING_MASK_TYPE)
+        columns[SAMPLING_MASK] = pa.nulls(len(rows), SAMPLING_MASK_TYPE)
     return pa.RecordBatch.from_arrays(
-        [made[name] for name in TURN_ANSWER], schema=schema(TURN_ANSWER)
+        [columns[name] for name in TURN_ANSWER], schema=schema(TURN_ANSWER)
     )
 
 
@@ -151,8 +151,8 @@ class DecodeTimes:
         if rollouts < 1:
             return
         most = 1 << (rollouts - 1).bit_length()
-        steps, known, back, spent = self._sums.get(most, (0, 0, 0, 0.0))
-        self._sums[most] = (steps + 1, known + rollouts, back + looked, spent + seconds)
+        steps, drawn, back, spent = self._sums.get(most, (0, 0, 0, 0.0))
+        self._sums[most] = (steps + 1, drawn + rollouts, back + looked, spent + seconds)
 
     def status(self) -> dict[str, float | int]:
         """Small numbers for the heartbeat, which are added up over replicas."""
@@ -309,9 +309,7 @@ class GeneratorRuntime(Runtime):
         )
 
     def sleep(self) -> None:
-        """Give weights and cache back; rollouts under way go on later. Notes and offers are still
-        heard.
-        """
+        """Free weights and cache; rollouts continue later. Notes and offers still arrive."""
         assert self._native is not None, "what takes turns runs this project's own engine"
         self._weights.sleep(put_aside(self._native))
         self._awake = False
@@ -328,7 +326,7 @@ class GeneratorRuntime(Runtime):
         return () if self._weights.socket is None else (self._weights.socket,)
 
     def forget(self, source: str, group: int) -> None:
-        """Let go of what is on the disk of a group that has an outcome."""
+        """Remove a group's partial rollouts from the disk, once it has an outcome."""
         if self._partial is not None:
             self._partial.forget(source, group)
 
@@ -389,17 +387,17 @@ class GeneratorRuntime(Runtime):
         """A safe point: take the newest weights that are offered; a restarted trainer's may have
         the same number.
         """
-        taken = self._weights.take()
-        if taken is not None:
-            self.engine.adopted(taken)
-            self._first_version = taken if self._first_version < 0 else self._first_version
+        version = self._weights.take()
+        if version is not None:
+            self.engine.adopted(version)
+            self._first_version = version if self._first_version < 0 else self._first_version
 
     def _starts(self) -> list[PromptStart]:
         """Groups that start in the next step."""
         if self._weights.version < 0:
             return []
         starts: list[PromptStart] = []
-        tokens, left, dropped = 0, self.engine.spare_pages, self._dropped()
+        tokens, spare, dropped = 0, self.engine.spare_pages, self._dropped()
 
         def prepare(group: PromptGroup) -> None:
             if self._partial is not None and group.mark is None:
@@ -409,16 +407,14 @@ class GeneratorRuntime(Runtime):
             if group.sampled != self._sampled[-1] and group.is_new:
                 group.sample(self._sampled[-1], self._context.seed)
 
-        def fit(group: PromptGroup, wanted: int) -> int:
-            nonlocal left
-            going_on = min(wanted, len(group.partial))  # they wait for pages as parked ones do
-            if going_on == wanted:
-                return wanted
+        def fit(group: PromptGroup, most: int) -> int:
+            nonlocal spare
+            going_on = min(most, len(group.partial))  # they wait for pages as parked ones do
+            if going_on == most:
+                return most
             idle = not starts and not self.engine.live
-            count, pages = self.engine.fitting(
-                len(group.prompt), wanted - going_on, left, idle=idle
-            )
-            left -= pages
+            count, pages = self.engine.fitting(len(group.prompt), most - going_on, spare, idle=idle)
+            spare -= pages
             return going_on + count
 
         chosen = self._admission.start(
@@ -475,8 +471,8 @@ class GeneratorRuntime(Runtime):
 
     def _may_go_on(self, group: PromptGroup, rollout: PartialRollout, dropped: int) -> bool:
         """Whether a rollout may be gone on with that an earlier process began."""
-        left = self._limit(group) - len(group.prompt) - len(rollout.tokens)
-        if left < (0 if rollout.finish_reason else 1):
+        room = self._limit(group) - len(group.prompt) - len(rollout.tokens)
+        if room < (0 if rollout.finish_reason else 1):
             return False
         return self._admission.may_go_on(
             group.source, group, rollout.tokens.versions, self._first_version, dropped
@@ -504,12 +500,12 @@ class GeneratorRuntime(Runtime):
         provides = self._declaration.provides({})
         optional = [name for name in SAMPLED_COLUMNS if name in provides]
         for source, complete in by_source.items():
-            made = (
+            build_rows = (
                 answers
                 if source in self._context.episodes
                 else partial(groups.rollouts, optional=optional)
             )
-            batches.append(Batch(source, made(complete, self.tokenizer, self._ends)))
+            batches.append(Batch(source, build_rows(complete, self.tokenizer, self._ends)))
             for group in complete:
                 self._owed -= group.size
                 self._begun -= group.begun
@@ -518,5 +514,5 @@ class GeneratorRuntime(Runtime):
 
 
 def _seed(key: str, position: int) -> int:
-    """A rollout's seed: the same whatever else is generated, and wherever. int64."""
+    """A rollout's seed, int64: it depends on neither other rollouts nor the replica."""
     return xxhash.xxh3_64_intdigest(f"{key}/{position}".encode()) - (1 << 63)

@@ -28,14 +28,14 @@ class SampledWith:
         """Those that the run has had, newest last. declaration: with the values in force; changes:
         that led there.
         """
-        found = [cls.of(declaration)]
-        for each in reversed(list(changes)):
-            if each.knob in declaration.settable():
-                changed = declaration.with_knob(each.knob, each.was)
+        settings = [cls.of(declaration)]
+        for change in reversed(list(changes)):
+            if change.knob in declaration.settable():
+                changed = declaration.with_knob(change.knob, change.was)
                 assert isinstance(changed, GeneratorKnobs), "it is the same with another value"
                 declaration = changed
-                found.append(cls.of(declaration))
-        return found[::-1]
+                settings.append(cls.of(declaration))
+        return settings[::-1]
 
     def __str__(self) -> str:
         """For a checksum; knobs that are off leave no trace."""

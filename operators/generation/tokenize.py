@@ -33,9 +33,7 @@ T = TypeVar("T", bound=ChatTemplate)
 
 @dataclass(frozen=True)
 class RowLayout:
-    """What a row itself says of how its chat is laid out, as JSON; null where it says nothing.
-    Reading it raises ValueError.
-    """
+    """A row's own chat options, as JSON; null for none. Raises ValueError when it is read."""
 
     tools: str | None = None
     """Definitions of tools."""
@@ -59,8 +57,8 @@ class RowLayout:
         return [cls(*values) for values in zip(*columns, strict=True)]
 
     def of(self, template: T, tools: Sequence[Message]) -> tuple[T, Sequence[Message]]:
-        """The template with the row's own options, and the tools that it is to tell of. tools:
-        those of its episode, of which a row may have some as its own.
+        """The template with the row's own options, and the tools that it lists. tools: the
+        episode's, of which a row may choose some.
         """
         own: list[Message] = _read(TOOLS, self.tools, list) or []
         unknown = [
@@ -92,7 +90,7 @@ def encode(
     assistant has begun to say is gone on with. vocabulary: tokens that the model knows, where that
     is told. tools: definitions that the template is to tell of.
     """
-    made: list[AnyArray | str] = ["" for _ in prompts]
+    encoded: list[AnyArray | str] = ["" for _ in prompts]
     texts: dict[int, tuple[str, str]] = {}
     for place, (prompt, layout) in enumerate(zip(prompts, layouts, strict=True)):
         try:
@@ -102,11 +100,13 @@ def encode(
                 else _laid_out(prompt, *layout.of(template, tools))
             )
         except Exception as error:
-            made[place] = str(RolloutFailure(node, UNUSABLE, str(error)))
+            encoded[place] = str(RolloutFailure(node, UNUSABLE, str(error)))
     rows = text_ids(tokenizer, [text for text, _ in texts.values()], begins=template is None)
     for (place, (_, begun)), ids in zip(texts.items(), rows, strict=True):
-        made[place] = _checked(ids + ids_behind(tokenizer, begun), context_tokens, vocabulary, node)
-    return made
+        encoded[place] = _checked(
+            ids + ids_behind(tokenizer, begun), context_tokens, vocabulary, node
+        )
+    return encoded
 
 
 def too_long(taker: Generate, table: pa.Table) -> str:
@@ -142,20 +142,20 @@ def too_long(taker: Generate, table: pa.Table) -> str:
     tokens = encode(
         tokenizer, texts, layouts, node=taker.name, template=template, context_tokens=most
     )
-    count = [RolloutFailure.read(each).cause for each in tokens if isinstance(each, str)].count(
+    count = [RolloutFailure.read(text).cause for text in tokens if isinstance(text, str)].count(
         TOO_LONG
     )
     if not count:
         return ""
     number, about = round(count * len(may_be) / len(looked)), "about " if step > 1 else ""
-    said = (
+    sentence = (
         f"{about}{number} of {len(table)} prompts can never be trained: they are too long for"
         f" '{taker.name}', whose context is {most} tokens, completion included; shorten them, leave"
         " them out with rows=, or raise context_tokens"
     )
     if count == len(table):
-        raise RecordError(said)
-    return said
+        raise RecordError(sentence)
+    return sentence
 
 
 def _bytes_of(table: pa.Table) -> AnyArray:

@@ -38,8 +38,8 @@ def plus(loss: Loss, term: Loss) -> Loss:
                 " them"
             )
 
-    def call(**given: Any) -> Any:
-        return loss(**_only(ours, given)) + term(**_only(theirs, given))
+    def call(**arguments: Any) -> Any:
+        return loss(**_only(ours, arguments)) + term(**_only(theirs, arguments))
 
     return _made(f"{_name(loss)}+{_name(term)}", call, {**ours, **theirs}, loss, term)
 
@@ -79,8 +79,8 @@ def one_update(loss: Loss) -> Loss:
             " nothing to put in its place; give it as it is"
         )
 
-    def call(**given: Any) -> Any:
-        return loss(**given, **{PROXIMAL: given["new_logprobs"].detach()})
+    def call(**arguments: Any) -> Any:
+        return loss(**arguments, **{PROXIMAL: arguments["new_logprobs"].detach()})
 
     return _made(_name(loss), call, parameters, loss)
 
@@ -127,23 +127,25 @@ class _Made:
     ) -> None:
         keyword = inspect.Parameter.KEYWORD_ONLY
         named = [
-            each.replace(kind=keyword) if each.kind is each.POSITIONAL_OR_KEYWORD else each
-            for each in parameters
+            parameter.replace(kind=keyword)
+            if parameter.kind is parameter.POSITIONAL_OR_KEYWORD
+            else parameter
+            for parameter in parameters
         ]
         self.__name__ = name
         self.__wrapped__ = of
-        self.__signature__ = inspect.Signature(sorted(named, key=lambda each: each.kind))
+        self.__signature__ = inspect.Signature(sorted(named, key=lambda parameter: parameter.kind))
         self._call = call
 
-    def __call__(self, **given: Any) -> Any:
-        return self._call(**given)
+    def __call__(self, **arguments: Any) -> Any:
+        return self._call(**arguments)
 
 
 def _made(name: str, call: Loss, parameters: dict[str, inspect.Parameter], *parts: Loss) -> Loss:
     """A loss with these parameters; knobs that were set in its parts stay visible as set."""
-    made = _Made(name, call, parameters.values(), _function(parts[0]))
+    combined = _Made(name, call, parameters.values(), _function(parts[0]))
     return functools.partial(
-        made, **{knob: value for part in parts for knob, value in _set(part).items()}
+        combined, **{knob: value for part in parts for knob, value in _set(part).items()}
     )
 
 
@@ -159,5 +161,5 @@ def _name(loss: Loss) -> str:
     return str(getattr(_function(loss), "__name__", type(loss).__name__))
 
 
-def _only(parameters: Iterable[str], given: dict[str, Any]) -> dict[str, Any]:
-    return {name: given[name] for name in parameters if name in given}
+def _only(parameters: Iterable[str], arguments: dict[str, Any]) -> dict[str, Any]:
+    return {name: arguments[name] for name in parameters if name in arguments}

@@ -64,12 +64,16 @@ def add(
         torch.manual_seed(lora.seed)
         module.add_adapter(config, NAME)  # type: ignore[operator]
     own = {path: layer for path, layer in module.named_modules() if is_adapted_layer(layer)}
-    found = {path: LayerAdapter(layer.r[NAME], layer.scaling[NAME]) for path, layer in own.items()}
-    if found != layers:
-        wrong = sorted(path for path in {*found, *layers} if found.get(path) != layers.get(path))
+    attached = {
+        path: LayerAdapter(layer.r[NAME], layer.scaling[NAME]) for path, layer in own.items()
+    }
+    if attached != layers:
+        wrong = sorted(
+            path for path in {*attached, *layers} if attached.get(path) != layers.get(path)
+        )
         raise ModelError(
             f"peft reads the adapters in {folder} otherwise than their tensors are, at {len(wrong)}"
-            f" layers; found {found.get(wrong[0])} for '{wrong[0]}', not {layers.get(wrong[0])};"
+            f" layers; found {attached.get(wrong[0])} for '{wrong[0]}', not {layers.get(wrong[0])};"
             " save them again with the peft here"
         )
     if dropout:
@@ -85,11 +89,11 @@ def add(
     return module.eval()
 
 
-def outlined(found: Outline, lora: LoRA, base: Model, folder: Path | None = None) -> Outline:
+def outlined(outline: Outline, lora: LoRA, base: Model, folder: Path | None = None) -> Outline:
     """The outline of a model with adapters, whose values are those that `add` gives. Raises as
     it.
     """
-    module = found.module
+    module = outline.module
     names = {id(weight): name for name, weight in module.named_parameters()}
     of_meta: dict[int, tuple[str, torch.nn.Parameter]] = {}
 
@@ -106,13 +110,13 @@ def outlined(found: Outline, lora: LoRA, base: Model, folder: Path | None = None
         return stand_in
 
     add(exchanged(module, beside), lora, base, folder)
-    given: dict[str, Tensor] = {}
+    values: dict[str, Tensor] = {}
     renamed: dict[str, str] = {}
     for name, weight in module.named_parameters():
         if id(weight) in of_meta:
             renamed[of_meta[id(weight)][0]] = name
         else:
-            given[name] = weight.data
+            values[name] = weight.data
 
     def back(weight: Any) -> Any:
         if id(weight) in of_meta:
@@ -125,9 +129,9 @@ def outlined(found: Outline, lora: LoRA, base: Model, folder: Path | None = None
         )
 
     exchanged(module, back)
-    parts = {renamed.get(name, name): parts for name, parts in found.parts.items()}
+    parts = {renamed.get(name, name): parts for name, parts in outline.parts.items()}
     return Outline(
-        module, parts, frozenset(renamed.get(name, name) for name in found.missing), given
+        module, parts, frozenset(renamed.get(name, name) for name in outline.missing), values
     )
 
 
@@ -145,8 +149,8 @@ def adapted_layers(
     if folder is None:
         return dict.fromkeys(_named(module, lora), LayerAdapter(lora.rank, lora.alpha / lora.rank))
     saved, linear = saved_layers(folder), _linear(module)
-    wanted = saved.keys() & linear if lora.targets is None else set(_named(module, lora))
-    if wrong := sorted(saved.keys() ^ wanted):
+    expected = saved.keys() & linear if lora.targets is None else set(_named(module, lora))
+    if wrong := sorted(saved.keys() ^ expected):
         raise ModelError(
             f"the adapters in {folder} are beside other layers than {type(module).__name__} has or"
             f" targets={lora.targets!r} names: {len(wrong)} layers differ; found {len(saved)} in"
@@ -263,23 +267,25 @@ def read(folder: Path, into: Mapping[str, Tensor]) -> None:
     fit.
     """
     try:
-        found = load_file(folder / WEIGHTS_FILE)
+        tensors = load_file(folder / WEIGHTS_FILE)
     except Exception as error:  # whatever safetensors raises means the same
         raise ModelError(
             f"adapters cannot be read from {folder}: {WEIGHTS_FILE} is missing or broken ({error});"
             " give a folder that a trainer's checkpoint or peft wrote"
         ) from error
-    given = {name: list(tensor.shape) for name, tensor in found.items()}
-    wanted = {in_file(name): list(tensor.shape) for name, tensor in into.items()}
-    if given != wanted:
-        wrong = sorted(name for name in {*given, *wanted} if given.get(name) != wanted.get(name))
+    shapes = {name: list(tensor.shape) for name, tensor in tensors.items()}
+    expected = {in_file(name): list(tensor.shape) for name, tensor in into.items()}
+    if shapes != expected:
+        wrong = sorted(
+            name for name in {*shapes, *expected} if shapes.get(name) != expected.get(name)
+        )
         raise ModelError(
             f"the adapters in {folder} do not fit the model: {len(wrong)} tensors differ; found "
-            f"{given.get(wrong[0])} for '{wrong[0]}', not {wanted.get(wrong[0])}; "
+            f"{shapes.get(wrong[0])} for '{wrong[0]}', not {expected.get(wrong[0])}; "
             "use the rank, targets and weights that they were trained with"
         )
     for name, tensor in into.items():
-        tensor.copy_(found[in_file(name)])
+        tensor.copy_(tensors[in_file(name)])
 
 
 def in_file(name: str) -> str:

@@ -58,9 +58,9 @@ def changing_rope(config: Any) -> set[str]:
     """
     parameters = getattr(config, "rope_parameters", None) or {}
     kinds = {
-        each.get("rope_type", "")
-        for each in (parameters, *parameters.values())
-        if isinstance(each, dict)
+        rope.get("rope_type", "")
+        for rope in (parameters, *parameters.values())
+        if isinstance(rope, dict)
     }
     return kinds & set(CHANGING)
 
@@ -108,8 +108,8 @@ def _first(rotary: Any, layer_type: str | None, most: int) -> torch.Tensor:
 
     like = next(rotary.buffers())
     positions = torch.tensor([[1, max(1, most - 1)]], device=like.device)
-    made = rotary(like, positions, **({} if layer_type is None else {"layer_type": layer_type}))
-    return torch.stack(made if isinstance(made, tuple) else (made,))[:, :, :1]
+    angles = rotary(like, positions, **({} if layer_type is None else {"layer_type": layer_type}))
+    return torch.stack(angles if isinstance(angles, tuple) else (angles,))[:, :, :1]
 
 
 def late_borders(module: Any, most: int | None = None) -> dict[str, float]:
@@ -136,7 +136,7 @@ def moved_borders(module: Any, names: Collection[str]) -> Iterator[None]:
 def _borders(module: Any) -> Iterator[tuple[dict[str, Any], str, float]]:
     """Where borders beyond MOVED are written: the holder, the name in it, the value."""
     modules = list(module.modules())
-    configs = {id(each.config): each.config for each in modules if hasattr(each, "config")}
+    configs = {id(part.config): part.config for part in modules if hasattr(part, "config")}
     for holder in [*modules, *configs.values()]:
         for name, value in vars(holder).items():
             if BORDER.search(name) and type(value) in (int, float) and value > MOVED:

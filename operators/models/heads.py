@@ -41,9 +41,9 @@ class Heads:
         """Which of the rows [0, rows) of a projection to keys or values a rank holds: [first,
         last).
         """
-        each = rows * self.copies // self.ranks
-        first = rank // self.copies * each
-        return first, first + each
+        share = rows * self.copies // self.ranks
+        first = rank // self.copies * share
+        return first, first + share
 
 
 def heads_of(model: Any, ranks: int, name: str) -> Heads:
@@ -76,8 +76,8 @@ def heads_of(model: Any, ranks: int, name: str) -> Heads:
             f" and {keys} key/value heads, and {ranks} does not divide the first, or neither"
             f" divides nor is divided by the second; use tensor_parallel={fitting}"
         )
-    found = Heads(queries, keys, ranks)
-    if found.copies > 1 and {place.rpartition(".")[2] for place in shared_places(plan)} != {
+    heads = Heads(queries, keys, ranks)
+    if heads.copies > 1 and {place.rpartition(".")[2] for place in shared_places(plan)} != {
         *KEYS_AND_VALUES
     }:
         raise ModelError(
@@ -85,7 +85,7 @@ def heads_of(model: Any, ranks: int, name: str) -> Heads:
             f" heads, and no projections {' and '.join(KEYS_AND_VALUES)} by heads that several"
             f" ranks could hold alike; use tensor_parallel={keys} or less"
         )
-    return found
+    return heads
 
 
 def key_value_heads(config: Any) -> int:

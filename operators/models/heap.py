@@ -1,6 +1,4 @@
-"""The heap of this process: what is freed goes back to the system, when it is told so or at
-once.
-"""
+"""The process's heap: freed memory returns to the system, on request or at once."""
 
 import contextlib
 import ctypes

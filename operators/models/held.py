@@ -38,7 +38,7 @@ def _along(tensor: DTensor, dim: int) -> list[tuple[int, int]]:
     (axis,), mesh = cuts, tensor.device_mesh
     if mesh.ndim > 1:
         mesh = mesh[(mesh.mesh_dim_names or ())[axis]]
-    index = torch.arange(size).view([size if each == dim else 1 for each in range(tensor.ndim)])
+    index = torch.arange(size).view([size if axis == dim else 1 for axis in range(tensor.ndim)])
     mine = distribute_tensor(index, mesh, [tensor.placements[axis]], src_data_rank=None).to_local()
     return runs_of(mine.flatten().tolist())
 

@@ -13,13 +13,13 @@ def decoder_layers(module: Any) -> list[torch.nn.Module]:
     """The repeated blocks of a model of transformers. ModelError where it marks none."""
     from transformers.modeling_layers import GradientCheckpointingLayer
 
-    found: list[torch.nn.Module] = [
+    layers: list[torch.nn.Module] = [
         layer for layer in module.modules() if isinstance(layer, GradientCheckpointingLayer)
     ]
-    if not found:
+    if not layers:
         raise ModelError(
             f"{type(module).__name__} has no layers that can be switched one by one; found no"
             " GradientCheckpointingLayer of transformers; leave gradient_checkpointing and"
             " compile out"
         )
-    return found
+    return layers

@@ -60,10 +60,10 @@ def load_model(
     _check_folder(model)
     if base_of(model)[1] is not None:
         return load_merged(model, device=device, dtype=dtype, attention=attention)[0]
-    found = outlined(model, dtype=dtype, attention=attention)
-    if found is None:
+    outline = outlined(model, dtype=dtype, attention=attention)
+    if outline is None:
         return _loaded_at_once(model, dtype, attention).to(device)
-    return _loaded(model, found, device)
+    return _loaded(model, outline, device)
 
 
 def outlined(
@@ -82,9 +82,9 @@ def outlined(
             raise NoOutline("it holds adapters alone")
         with no_progress_bar():
             module = _on_meta(model, dtype, attention)
-        found = outline(module, files_of(_located(model), model.revision))
+        layout = outline(module, files_of(_located(model), model.revision))
         if lacking := sorted(
-            name for name in found.missing if model.head != "value" or not _is_of_head(name)
+            name for name in layout.missing if model.head != "value" or not _is_of_head(name)
         ):
             raise NoOutline(f"its files have no {lacking[:3]}")
     except Exception as reason:
@@ -93,31 +93,31 @@ def outlined(
             "model loaded at once", model=model.name, source=model.source, reason=str(reason)
         )
         return None
-    settle_rope(found.module, model.name, model.context_tokens)
-    if found.missing:
-        _log_new_head(model, found.missing)
-    return found
+    settle_rope(layout.module, model.name, model.context_tokens)
+    if layout.missing:
+        _log_new_head(model, layout.missing)
+    return layout
 
 
-def fill(model: Model, found: Outline, tensors: Mapping[str, tuple[torch.Tensor, Runs]]) -> None:
+def fill(model: Model, outline: Outline, tensors: Mapping[str, tuple[torch.Tensor, Runs]]) -> None:
     """`Outline.fill`, and then memory that reading took is given back. ModelError where a file
     cannot be read.
     """
     with _attributed(model, "weights"):
-        found.fill(tensors)
+        outline.fill(tensors)
     trim_memory()
 
 
-def _loaded(model: Model, found: Outline, device: str | torch.device) -> torch.nn.Module:
+def _loaded(model: Model, outline: Outline, device: str | torch.device) -> torch.nn.Module:
     """All of an outline, in memory of its own."""
     from operators.models.slices import given_memory, whole
 
-    module: torch.nn.Module = given_memory(found.module, device)
+    module: torch.nn.Module = given_memory(outline.module, device)
     tensors = {**dict(module.named_parameters()), **dict(module.named_buffers())}
     fill(
         model,
-        found,
-        {name: (tensors[name].data, whole(tensors[name].shape)) for name in found.names},
+        outline,
+        {name: (tensors[name].data, whole(tensors[name].shape)) for name in outline.names},
     )
     return module
 
@@ -145,10 +145,10 @@ def _on_meta(
         raise NoOutline("its files are quantised")
     if getattr(config, "auto_map", None):
         raise NoOutline("it has code of its own")
-    given = {} if attention is None else {"attn_implementation": attention}
+    options = {} if attention is None else {"attn_implementation": attention}
     came_as = getattr(config, "dtype", None)
     with torch.device("meta"):
-        module = _loader(model).from_config(config, dtype=chosen, **given)
+        module = _loader(model).from_config(config, dtype=chosen, **options)
     module.came_as = came_as
     if module._get_dtype_plan(chosen):
         raise NoOutline(f"not all of its weights are to be {chosen}")
@@ -172,7 +172,7 @@ def _loaded_at_once(
     from operators.models.borders import settle_rope
 
     with _attributed(model, "weights"), no_progress_bar():
-        module, found = _loader(model).from_pretrained(
+        module, loading_info = _loader(model).from_pretrained(
             _located(model),
             revision=model.revision,
             trust_remote_code=model.trust_remote_code,
@@ -187,8 +187,8 @@ def _loaded_at_once(
             f" model, found on the hub; download it (hf download {model.source}), and give the"
             " folder"
         )
-    _check_weights(model, found)
-    _settle_head(model, module, found)
+    _check_weights(model, loading_info)
+    _settle_head(model, module, loading_info)
     settle_rope(module, model.name, model.context_tokens)
     module.came_as = getattr(load_configs(model)[0], "dtype", None)
     for weight in module.parameters():
@@ -205,10 +205,10 @@ def _options(model: Model, attention: str | None) -> dict[str, Any]:
 def _dtype(model: Model, dtype: str | torch.dtype | None) -> torch.dtype:
     import torch
 
-    found: torch.dtype = (
+    chosen: torch.dtype = (
         dtype if isinstance(dtype, torch.dtype) else getattr(torch, dtype or model.dtype)
     )
-    return found
+    return chosen
 
 
 def load_merged(
@@ -263,20 +263,20 @@ def load_adapted(model: Model, *, device: str | torch.device = "cpu") -> torch.n
 
 
 def outlined_to_train(model: Model) -> Outline | None:
-    """As `outlined`, of what a trainer trains: float32 weights, or those of `load_adapted`. Errors
-    as its.
+    """As `outlined`, for a trainer: float32 weights, or those of `load_adapted`. Errors as
+    `outlined`.
     """
     from operators.models import adapters
 
     if model.lora is None:
         return outlined(model, dtype="float32")
     base, folder = base_of(model)
-    found = outlined(base)
-    if found is None:
+    base_outline = outlined(base)
+    if base_outline is None:
         return None
-    with_adapters = adapters.outlined(found, model.lora, base, folder)
+    with_adapters = adapters.outlined(base_outline, model.lora, base, folder)
     if folder is not None:
-        adapters.read(folder, with_adapters.given)
+        adapters.read(folder, with_adapters.values)
     return with_adapters
 
 
@@ -374,12 +374,12 @@ def _located(model: Model) -> str:
         raise ModelError(f"model '{model.name}' cannot be loaded: {error}") from error
 
 
-def _check_weights(model: Model, found: dict[str, Any]) -> None:
+def _check_weights(model: Model, loading_info: dict[str, Any]) -> None:
     """Refuse weights that were left to chance: missing ones would be random numbers."""
-    missing = sorted(found.get("missing_keys", ()))
+    missing = sorted(loading_info.get("missing_keys", ()))
     if model.head != "lm":
         missing = [key for key in missing if not _is_of_head(key)]
-    mismatched = sorted(str(entry) for entry in found.get("mismatched_keys", ()))
+    mismatched = sorted(str(entry) for entry in loading_info.get("mismatched_keys", ()))
     if missing or mismatched:
         raise ModelError(
             f"model '{model.name}' cannot be loaded: its config needs {len(missing)} weights that "
@@ -389,11 +389,11 @@ def _check_weights(model: Model, found: dict[str, Any]) -> None:
         )
 
 
-def _settle_head(model: Model, module: Any, found: dict[str, Any]) -> None:
+def _settle_head(model: Model, module: Any, loading_info: dict[str, Any]) -> None:
     """A critic without a head begins at 0, the same for every seed; a judge without one would give
     random numbers.
     """
-    fresh = sorted(key for key in found.get("missing_keys", ()) if _is_of_head(key))
+    fresh = sorted(key for key in loading_info.get("missing_keys", ()) if _is_of_head(key))
     if model.head == "value" and fresh:
         parameters = dict(module.named_parameters())
         for name in fresh:
@@ -418,7 +418,7 @@ def _is_of_head(key: str) -> bool:
 
 
 @contextlib.contextmanager
-def _attributed(model: Model, what: str) -> Iterator[None]:
+def _attributed(model: Model, part: str) -> Iterator[None]:
     """Whatever transformers raises while loading, as a ModelError with a way out."""
     try:
         yield
@@ -434,7 +434,7 @@ def _attributed(model: Model, what: str) -> Iterator[None]:
             way_out = "read that code and, if you trust it, give Model(..., trust_remote_code=True)"
             text = "it comes with Python code of its own (auto_map), which may not run"
         raise ModelError(
-            f"{what} of model '{model.name}' cannot be loaded from {model.source}: {text};"
+            f"{part} of model '{model.name}' cannot be loaded from {model.source}: {text};"
             f" {way_out}"
         ) from error
 

@@ -1,5 +1,5 @@
-"""Low-rank adapters on a reader's side: the model's own layers hold W + scale * B @ A, anew for
-each version.
+"""Low-rank adapters at a reader: the model's layers hold W + scale * B @ A, computed again for each
+version.
 """
 
 from __future__ import annotations

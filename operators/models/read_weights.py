@@ -38,16 +38,16 @@ class ModelMemory:
         """
         again = isinstance(end, LetsGo) and end.let_go()
         arrives = not again and getattr(end, "version", -1) >= 0
-        stays = {id(each) for each in self._attached if each.is_cpu} if arrives else set()
+        stays = {id(tensor) for tensor in self._attached if tensor.is_cpu} if arrives else set()
         self._shelf.park(
-            (each for each in tensors if id(each) not in stays),
+            (tensor for tensor in tensors if id(tensor) not in stays),
             forget=self._attached if again else (),
         )
         return_freed_memory()
         return again
 
     def wake(self) -> None:
-        """Have memory for them again, and the values of those that were put aside."""
+        """Allocate their memory again, with the values that were put aside."""
         self._shelf.back()
 
     def close(self) -> None:
@@ -72,7 +72,7 @@ class RankMemory(ModelMemory):
         self._end, self._tensors = end, tensors
 
     def followed(self, message: object, channel: Channel[Any], watch: ExchangeWatch) -> bool:
-        """Sleep or wake where rank 0 says so; False where it says something else. watch: of the
+        """Sleep or wake as rank 0's message says; False for another message. watch: of the
         exchanges.
         """
         if not isinstance(message, Sleep | Wake):
@@ -123,9 +123,7 @@ class ReadWeights:
 
     @property
     def version(self) -> int:
-        """The version in use, or that which would be used next by one that is put aside; -1: none
-        was there yet.
-        """
+        """The version in use, or the one to use after waking; -1: none yet."""
         if self._reader is None:
             return 0
         return self._reader.version if self._awake or self._offer is None else self._offer.version
@@ -163,15 +161,15 @@ class ReadWeights:
         return None
 
     def _adopted(self, reader: WeightsIn) -> int | None:
-        heard, self._offer = self._offer, None
-        if heard is None:
+        offer, self._offer = self._offer, None
+        if offer is None:
             return taken(reader, self._span)
         before = reader.version
         with self._span(TAKE):
             version = reader.adopt()
-        if version != before or (self.ready and version == heard.version):
+        if version != before or (self.ready and version == offer.version):
             return version
-        if version != heard.version or not isinstance(reader, WeightsAgain):
+        if version != offer.version or not isinstance(reader, WeightsAgain):
             return None
         # of the same number: it was adopted, or had been withdrawn
         return version if reader.again() else None
@@ -181,8 +179,8 @@ class ReadWeights:
         self._offer = self._reader.poll() if self._reader is not None else None
 
     def sleep(self, tensors: Iterable[Tensor]) -> None:
-        """Put them aside, as `ModelMemory.sleep`, on all ranks; until `take` nobody may read
-        them.
+        """Put the weights aside, as `ModelMemory.sleep`, on all ranks; they stay unread until
+        `take`.
         """
         with self._together(Sleep()):
             again = self._memory.sleep(self._reader, tensors)

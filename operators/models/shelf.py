@@ -1,4 +1,4 @@
-"""Where tensors go that nobody reads for a while: a GPU's to pinned main memory, main memory's to a
+"""Parks tensors that are unused for a while: a GPU's in pinned main memory, main memory's in a
 file.
 """
 
@@ -90,22 +90,22 @@ class Shelf:
 
     def _storages(self, tensors: Iterable[Tensor]) -> dict[int, torch.UntypedStorage]:
         """Those that can be given back, each once."""
-        found = {}
+        storages = {}
         for tensor in tensors:
             storage = _local(tensor).untyped_storage()
             moves = storage.device.type == "cuda" or (
                 storage.device.type == "cpu" and self._folder is not None
             )
             if moves and storage.resizable() and storage.nbytes():
-                found[storage._cdata] = storage
-        return found
+                storages[storage._cdata] = storage
+        return storages
 
     def _room(self, storage: torch.UntypedStorage) -> Tensor:
-        known = self._pinned.get(storage._cdata)
-        if known is None or known[1].nbytes != storage.nbytes():
-            known = (storage, torch.empty(storage.nbytes(), dtype=torch.uint8, pin_memory=True))
-            self._pinned[storage._cdata] = known
-        return known[1]
+        pinned = self._pinned.get(storage._cdata)
+        if pinned is None or pinned[1].nbytes != storage.nbytes():
+            pinned = (storage, torch.empty(storage.nbytes(), dtype=torch.uint8, pin_memory=True))
+            self._pinned[storage._cdata] = pinned
+        return pinned[1]
 
     def _write(self, storage: torch.UntypedStorage, at: int) -> None:
         assert self._folder is not None
@@ -113,20 +113,20 @@ class Shelf:
             if self._file < 0:
                 self._file, name = tempfile.mkstemp(dir=self._folder, prefix=".aside-")
                 Path(name).unlink()
-            rest = _view(storage)
-            while rest:
-                done = os.pwrite(self._file, rest, at)
-                rest, at = rest[done:], at + done
+            view = _view(storage)
+            while view:
+                done = os.pwrite(self._file, view, at)
+                view, at = view[done:], at + done
 
     def _read(self, storage: torch.UntypedStorage, at: int) -> None:
         assert self._folder is not None and self._file >= 0
         with disk("taking memory back from", self._folder):
-            rest = _view(storage)
-            while rest:
-                done = os.preadv(self._file, [rest], at)
+            view = _view(storage)
+            while view:
+                done = os.preadv(self._file, [view], at)
                 if not done:
-                    raise OSError(f"the file ends {len(rest)} bytes too early")
-                rest, at = rest[done:], at + done
+                    raise OSError(f"the file ends {len(view)} bytes too early")
+                view, at = view[done:], at + done
 
 
 def return_freed_memory() -> None:

@@ -60,13 +60,13 @@ class Outline:
     """By the module's name of a tensor."""
     missing: frozenset[str]
     """Tensors that no file has."""
-    given: Mapping[str, Tensor] = field(default_factory=dict)
+    values: Mapping[str, Tensor] = field(default_factory=dict)
     """Tensors that are here already, whole: small ones, such as adapters."""
 
     @property
     def names(self) -> list[str]:
         """Of all tensors that are to be filled."""
-        return [*self.parts, *self.missing, *self.given]
+        return [*self.parts, *self.missing, *self.values]
 
     def fill(self, tensors: Mapping[str, tuple[Tensor, Runs]]) -> None:
         """Read what a rank holds: by name, its part of a tensor, and which that is. `missing` ones
@@ -78,9 +78,11 @@ class Outline:
             for name, (into, runs) in tensors.items():
                 if name in self.missing:
                     into.zero_()
-                if name in self.given:
-                    for first, here, size in boxes(runs):
-                        narrowed(into, here, size).copy_(narrowed(self.given[name], first, size))
+                if name in self.values:
+                    for first, own_first, size in boxes(runs):
+                        narrowed(into, own_first, size).copy_(
+                            narrowed(self.values[name], first, size)
+                        )
                 for part in self.parts.get(name, ()):
                     _fill(opened(part.stored.path), part, into, runs)
 
@@ -128,7 +130,7 @@ def outline(module: Any, files: Iterable[Path]) -> Outline:
     tensors beside each other, or shapes do not fit; ValueError for a file that is broken; OSError.
     """
     stored = {name: tensor for path in files for name, tensor in content_of(path).tensors.items()}
-    names, wanted = _tensors(module)
+    names, tensors = _tensors(module)
     rules = _Rules.of(module)
     sources: dict[str, list[tuple[str, str | None]]] = defaultdict(list)
     under: dict[str, set[str]] = defaultdict(set)
@@ -143,22 +145,22 @@ def outline(module: Any, files: Iterable[Path]) -> Outline:
             " share it"
         )
     parts = {
-        name: tuple(_joined(name, tuple(wanted[name].shape), found, stored, rules))
-        for name, found in sources.items()
+        name: tuple(_joined(name, tuple(tensors[name].shape), origins, stored, rules))
+        for name, origins in sources.items()
     }
     if rules.is_needed_to_save:
         setattr(module, _SAVED_AS, parts)
     rules.leave(module)
-    return Outline(module, parts, frozenset(wanted.keys() - parts.keys()))
+    return Outline(module, parts, frozenset(tensors.keys() - parts.keys()))
 
 
 def saved_as(module: Any) -> Mapping[str, Sequence[FileTensor]] | None:
-    """What of a module's tensors stands under other names in a folder that transformers loads;
-    None: nobody knows.
+    """Which of a module's tensors have other names in a folder that transformers loads; None:
+    unknown.
     """
     if hasattr(module, _SAVED_AS):
-        found: Mapping[str, Sequence[FileTensor]] = getattr(module, _SAVED_AS)
-        return found
+        saved: Mapping[str, Sequence[FileTensor]] = getattr(module, _SAVED_AS)
+        return saved
     try:
         return None if _Rules.of(module).is_needed_to_save else {}
     except NoOutline:
@@ -169,23 +171,23 @@ _SAVED_AS = "_dataflow_saved_as"
 
 
 def _tensors(module: Any) -> tuple[dict[str, str], dict[str, Tensor]]:
-    """Every name of a tensor of the module, with the first of those that share it; and the tensors
-    by that: parameters, and buffers that are saved.
+    """Every tensor name of the module, mapped to the first name of the same tensor; and the tensors
+    by first name: parameters, and buffers that are saved.
     """
     names: dict[str, str] = {}
-    wanted: dict[str, Tensor] = {}
+    tensors: dict[str, Tensor] = {}
     first: dict[int, str] = {}
     for name, tensor in module.state_dict(keep_vars=True).items():
         names[name] = first.setdefault(id(tensor), name)
-        wanted.setdefault(names[name], tensor)
-    return names, wanted
+        tensors.setdefault(names[name], tensor)
+    return names, tensors
 
 
 class _Rules:
     """What transformers knows of the names in a family's files."""
 
     def __init__(self, module: Any, transforms: Sequence[Any], own: Sequence[Any]) -> None:
-        """own: those that hold when the model is saved, too."""
+        """own: the transforms that also apply when the model is saved."""
         from transformers.core_model_loading import (
             WeightConverter,
             WeightRenaming,
@@ -197,24 +199,30 @@ class _Rules:
         self._transforms = transforms
         self.is_needed_to_save = bool(own)
         self._rename = rename_source_key
-        self._renamings = [each for each in transforms if isinstance(each, WeightRenaming)]
-        self._converters = [each for each in transforms if isinstance(each, WeightConverter)]
+        self._renamings = [
+            transform for transform in transforms if isinstance(transform, WeightRenaming)
+        ]
+        self._converters = [
+            transform for transform in transforms if isinstance(transform, WeightConverter)
+        ]
         self._of_pattern = {
-            pattern: each for each in self._converters for pattern in each.source_patterns
+            pattern: converter
+            for converter in self._converters
+            for pattern in converter.source_patterns
         }
         self._prefix, self._wanted = module.base_model_prefix, module.state_dict()
 
     @classmethod
     def of(cls, module: Any) -> _Rules:
-        """NoOutline where this transformers says them in another way."""
+        """Raises NoOutline where this version of transformers defines them otherwise."""
         try:
             from transformers.conversion_mapping import get_model_conversion_mapping
             from transformers.core_model_loading import PrefixChange
 
             own = [
-                each
-                for each in get_model_conversion_mapping(module, add_legacy=False)
-                if not isinstance(each, PrefixChange)
+                transform
+                for transform in get_model_conversion_mapping(module, add_legacy=False)
+                if not isinstance(transform, PrefixChange)
             ]
             return cls(module, get_model_conversion_mapping(module), own)
         except (ImportError, AttributeError, TypeError) as error:
@@ -226,14 +234,14 @@ class _Rules:
         """The module's name for a file's, and the pattern of the conversion that it has a part in,
         if any.
         """
-        found: tuple[str, str | None] = self._rename(
+        renamed: tuple[str, str | None] = self._rename(
             name, self._renamings, self._converters, self._prefix, self._wanted
         )
-        if found[0] not in self._wanted and name in self._wanted:
+        if renamed[0] not in self._wanted and name in self._wanted:
             return self._rename(
                 name, [], [], base_model_prefix=self._prefix, meta_state_dict=self._wanted
             )
-        return found
+        return renamed
 
     def conversion(self, pattern: str) -> Any:
         """That of a pattern."""
@@ -241,7 +249,9 @@ class _Rules:
 
     def leave(self, module: Any) -> None:
         """What `save_pretrained` undoes: the conversions that were used."""
-        module._weight_conversions = [each for each in self._transforms if each.was_used()]
+        module._weight_conversions = [
+            transform for transform in self._transforms if transform.was_used()
+        ]
 
 
 def _joined(
@@ -260,9 +270,11 @@ def _joined(
     if pattern is not None:
         is_stacked, dim, order = _putting_together(name, rules.conversion(pattern))
     at, covered = 0, 0
-    for each in order:
+    for chosen in order:
         thickness = 0
-        for number, source in enumerate(source for source, found in sources if found == each):
+        for number, source in enumerate(
+            source for source, own_pattern in sources if own_pattern == chosen
+        ):
             tensor = stored[source]
             if is_stacked:
                 tensor = replace(tensor, shape=(1, *tensor.shape))
@@ -295,13 +307,13 @@ def _putting_together(name: str, conversion: Any) -> tuple[bool, int, list[str]]
     """
     from transformers.core_model_loading import Concatenate, MergeModulelist
 
-    kinds = [type(each) for each in conversion.operations]
+    kinds = [type(operation) for operation in conversion.operations]
     if (
         len(conversion.target_patterns) == 1
         and kinds
         and set(kinds) <= {MergeModulelist, Concatenate}
     ):
-        dims = [each.dim for each in conversion.operations]
+        dims = [operation.dim for operation in conversion.operations]
         if kinds == [Concatenate] and dims[0] >= 0:
             return False, dims[0], list(conversion.source_patterns)
         if (
@@ -317,13 +329,13 @@ def _putting_together(name: str, conversion: Any) -> tuple[bool, int, list[str]]
 
 
 def _fill(file: int, part: FileTensor, into: Tensor, runs: Runs) -> None:
-    for first, here, size in boxes(runs):
+    for first, own_first, size in boxes(runs):
         common = overlap(first, size, part.offsets, part.stored.shape)
         if common is not None:
             begin, sizes = common
-            local = [at + b - f for at, b, f in zip(here, begin, first, strict=True)]
-            there = [b - o for b, o in zip(begin, part.offsets, strict=True)]
-            read_part(file, part.stored, there, narrowed(into, local, sizes))
+            local = [at + b - f for at, b, f in zip(own_first, begin, first, strict=True)]
+            offsets = [b - o for b, o in zip(begin, part.offsets, strict=True)]
+            read_part(file, part.stored, offsets, narrowed(into, local, sizes))
 
 
 @contextlib.contextmanager
@@ -339,21 +351,21 @@ def _files() -> Iterator[Callable[[Path], int]]:
     try:
         yield file
     finally:
-        for each in opened.values():
-            os.close(each)
+        for descriptor in opened.values():
+            os.close(descriptor)
 
 
 def with_buffers(module: Any) -> Any:
     """A model of transformers on the meta device, with its buffers computed on the CPU, as when it
     is loaded.
     """
-    for each in module.modules():
-        if any(buffer.is_meta for buffer in each._buffers.values() if buffer is not None):
-            for name, buffer in each._buffers.items():
-                each._buffers[name] = (
+    for submodule in module.modules():
+        if any(buffer.is_meta for buffer in submodule._buffers.values() if buffer is not None):
+            for name, buffer in submodule._buffers.items():
+                submodule._buffers[name] = (
                     None if buffer is None else torch.empty_like(buffer, device="cpu")
                 )
-            each._is_hf_initialized = False
+            submodule._is_hf_initialized = False
     with torch.device("cpu"):
         module.initialize_weights()
     return module
@@ -365,30 +377,30 @@ def given_memory(module: Any, device: str | torch.device) -> Any:
     """
 
     def moved(tensor: Tensor) -> Tensor:
-        there = (
+        copied = (
             torch.empty_like(tensor, device=device)
             if tensor.is_meta
             else tensor.detach().to(device)
         )
         return (
-            torch.nn.Parameter(there, tensor.requires_grad)
+            torch.nn.Parameter(copied, tensor.requires_grad)
             if isinstance(tensor, torch.nn.Parameter)
-            else there
+            else copied
         )
 
     return exchanged(module, moved)
 
 
-def exchanged(module: Any, other: Callable[[Any], Any]) -> Any:
+def exchanged(module: Any, replacement: Callable[[Any], Any]) -> Any:
     """The module with another tensor in the place of each; what was shared stays shared."""
-    made: dict[int, tuple[Any, Any]] = {}
-    for each in module.modules():
-        for tensors in (each._parameters, each._buffers):
+    replaced: dict[int, tuple[Any, Any]] = {}
+    for submodule in module.modules():
+        for tensors in (submodule._parameters, submodule._buffers):
             for name, tensor in tensors.items():
                 if tensor is not None:
-                    if id(tensor) not in made:
-                        made[id(tensor)] = tensor, other(tensor)
-                    tensors[name] = made[id(tensor)][1]
+                    if id(tensor) not in replaced:
+                        replaced[id(tensor)] = tensor, replacement(tensor)
+                    tensors[name] = replaced[id(tensor)][1]
     return module
 
 

@@ -64,14 +64,14 @@ class StoredTensor:
 
 @dataclass(frozen=True)
 class FileContent:
-    """What a file says of itself."""
+    """A file's header."""
 
     tensors: dict[str, StoredTensor]
     metadata: dict[str, str]
 
 
 def content_of(path: Path) -> FileContent:
-    """The header of a file. ValueError where it is none, or says more than the file holds;
+    """The header of a file. Raises ValueError where it is none, or claims more than the file holds;
     OSError.
     """
     size = path.stat().st_size
@@ -179,13 +179,13 @@ def write_part(file: int, stored: StoredTensor, offsets: Sequence[int], part: Te
         return
     size, stride = place.run * stored.dtype.itemsize, place.stride * stored.dtype.itemsize
     for block, begin in place.blocks(part.detach().reshape(place.sizes), with_gaps=False):
-        kept = block.to("cpu", stored.dtype).contiguous()
-        here = _bytes(kept)
+        host_block = block.to("cpu", stored.dtype).contiguous()
+        raw = _bytes(host_block)
         if size == stride:
-            _write(file, here, begin)
+            _write(file, raw, begin)
             continue
         for number in range(len(block)):
-            _write(file, here[number * size : (number + 1) * size], begin + number * stride)
+            _write(file, raw[number * size : (number + 1) * size], begin + number * stride)
 
 
 @dataclass(frozen=True)

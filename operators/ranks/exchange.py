@@ -1,5 +1,5 @@
-"""What ranks do together: rank 0 says what comes, all take part, and an exchange that breaks names
-who broke it.
+"""Exchanges of ranks: rank 0 announces each, all take part, and an error names the rank that broke
+it.
 """
 
 from __future__ import annotations
@@ -97,8 +97,8 @@ def next_message(
     look_s: float = LOOK_S,
     meanwhile: Callable[[], None] = lambda: None,
 ) -> Any:
-    """What rank 0 says next; `wait_s` bounds a message that has begun; `meanwhile` is called every
-    `look_s` seconds.
+    """Rank 0's next message; `wait_s` bounds a message that has begun; `meanwhile` is called every
+    `look_s` seconds. Raises WorkerDied when rank 0 has ended.
 
     Raises WorkerDied when rank 0 has ended.
     """
@@ -135,7 +135,7 @@ def expected(kind: type[T], channel: Channel[Any], rank: int, parent: int, wait_
 def named(
     channel: Channel[Any], rank: int, parent: int, doing: str, watch: ExchangeWatch
 ) -> Iterator[None]:
-    """In another rank: an exchange that broke, as an error that says who waited for whom."""
+    """On another rank: turn a broken exchange into an error that names who waited for whom."""
     try:
         with watch.within():
             yield
@@ -155,6 +155,6 @@ def named(
 
 
 def send_failure(channel: Channel[Any], error: Exception) -> None:
-    """In another rank: tell rank 0 of the error that ends it."""
+    """On another rank: send rank 0 the error that ends this rank."""
     with contextlib.suppress(OSError):
         channel.send(Failed(type(error).__name__, f"{type(error).__name__}: {error}"))

@@ -82,10 +82,12 @@ def watched(limit_s: float) -> ExchangeWatch:
     """Bound the waits of all process groups that there are, in the place of their own time-outs,
     which run on while the run is stopped.
     """
-    for found in _groups():
-        dist.distributed_c10d._set_pg_timeout(NEVER, found)
+    for process_group in _groups():
+        dist.distributed_c10d._set_pg_timeout(NEVER, process_group)
     return ExchangeWatch(
-        limit_s, _abort, computes=not any("cuda" in str(found._device_types) for found in _groups())
+        limit_s,
+        _abort,
+        computes=not any("cuda" in str(process_group._device_types) for process_group in _groups()),
     )
 
 
@@ -95,14 +97,14 @@ def _groups() -> list[dist.ProcessGroup]:
 
 def _abort() -> None:
     """End all that is under way, here and at the other ranks."""
-    for found in _groups():
-        for device in found._device_types:
-            backend = found._get_backend(device)
+    for process_group in _groups():
+        for device in process_group._device_types:
+            backend = process_group._get_backend(device)
             with contextlib.suppress(RuntimeError):
                 if device.type == "cuda":
                     backend.abort()
                 else:
-                    abort_gloo(backend, found.rank(), found.size())
+                    abort_gloo(backend, process_group.rank(), process_group.size())
 
 
 def leave() -> None:

@@ -40,7 +40,7 @@ def leading(team: Team, watch: ExchangeWatch) -> Loading:
 
 
 def following(channel: Channel[Any], rank: int, wait_s: float, watch: ExchangeWatch) -> Loading:
-    """Another rank's; rank 0 says when it is this one's turn."""
+    """The loading of another rank, in the turn that rank 0 gives it."""
 
     @contextlib.contextmanager
     def loading(_in_turn: bool) -> Iterator[None]:

@@ -64,7 +64,7 @@ class Tokens:
         mask = (
             None
             if self.sampling_mask is None
-            else SamplingMask(*(each.array for each in self.sampling_mask))
+            else SamplingMask(*(numbers.array for numbers in self.sampling_mask))
         )
         return RolloutTokens(
             **{name: getattr(self, name).array for name in KINDS}, sampling_mask=mask

@@ -1,5 +1,4 @@
-"""Where the ranks of a worker meet that are on several hosts: values at rank 0's line; imports
-torch.
+"""Where ranks of a worker on several hosts meet: values at rank 0's line; imports torch.
 
 torch's own TCPStore listens to whoever connects; here only holders of the run's keys are heard.
 """
@@ -76,11 +75,11 @@ class RankZeroStore(dist.Store):  # type: ignore[name-defined, misc]
         return bool(self._ask(Delete(next(self._tickets), key)).values)
 
     def has_extended_api(self) -> bool:
-        """It has what is needed here, and no more."""
+        """Only the methods needed here."""
         return False
 
     def close(self) -> None:
-        """Hang up; whoever asks afterwards gets an error."""
+        """Hang up; later calls raise an error."""
         with self._lock:
             self._line.close()
             self._context.term()
@@ -93,11 +92,11 @@ class RankZeroStore(dist.Store):  # type: ignore[name-defined, misc]
             while not wait.is_over:
                 if not self._line.poll(max(1, int(1000 * wait.slice_s))):
                     continue
-                found = FROM_RANK_ZERO.decode(b"".join(self._line.recv_multipart()))
-                if isinstance(found, StoredValues) and found.ticket == message.ticket:
-                    return found
-        what: Sequence[str] = message.keys if isinstance(message, Get) else [message.key]
+                reply = FROM_RANK_ZERO.decode(b"".join(self._line.recv_multipart()))
+                if isinstance(reply, StoredValues) and reply.ticket == message.ticket:
+                    return reply
+        keys: Sequence[str] = message.keys if isinstance(message, Get) else [message.key]
         raise RuntimeError(
             f"timed out after {wait_s:.0f} s: rank 0 at {self._address} did not tell of"
-            f" {', '.join(what)}; another rank has not come there, see their logs"
+            f" {', '.join(keys)}; another rank has not come there, see their logs"
         )

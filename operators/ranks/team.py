@@ -73,7 +73,7 @@ def forked(main: Callable[[int, int], int], keep: Sequence[int] = ()) -> Start:
 
 
 def on_their_hosts(start: Start, places: RankPlaces | None) -> Start:
-    """`start` for the ranks of this host; those that are on other hosts begin there."""
+    """`start` for the ranks of this host; agents start those of other hosts."""
     if places is None or places.starts is None:
         return start
     far, starts = places.is_far, places.starts
@@ -81,7 +81,7 @@ def on_their_hosts(start: Start, places: RankPlaces | None) -> Start:
 
 
 def timed_out(error: Exception) -> bool:
-    """Whether an exchange reached its deadline; gloo and NCCL only say so in words."""
+    """Whether an exchange reached its deadline; gloo and NCCL only say so in their text."""
     text = str(error).lower()
     return isinstance(error, TimeoutError) or "timed out" in text or "timeout" in text
 
@@ -113,8 +113,8 @@ class Team:
 
     @contextlib.contextmanager
     def starting(self) -> Iterator[None]:
-        """What fails within ends all ranks and leaves their process group; raised is what the
-        failed rank says.
+        """An error within ends all ranks and leaves their process group; it is re-raised with the
+        failed rank's text.
         """
         try:
             yield
@@ -128,8 +128,8 @@ class Team:
 
     def tell(self, message: Any, rank: int | None = None) -> None:
         """Say something to one rank, or to all. Raises OSError when one does not take it."""
-        for each in self._channels if rank is None else [rank]:
-            self._channels[each].send(message)
+        for receiver in self._channels if rank is None else [rank]:
+            self._channels[receiver].send(message)
 
     def answer(self, rank: int, kind: type[T], wait_s: float | None = None) -> T:
         """What a rank answers, a message of this kind, within `wait_s` seconds; None: as long as a
@@ -149,8 +149,8 @@ class Team:
                 " Limits.start_s"
             ) from None
         if not isinstance(message, kind):
-            said = message.text if isinstance(message, Failed) else f"it said {message!r:.200}"
-            raise self._died(rank, said, f"its {name}")
+            text = message.text if isinstance(message, Failed) else f"it said {message!r:.200}"
+            raise self._died(rank, text, f"its {name}")
         return message
 
     def fallen(self) -> bool:
@@ -171,14 +171,14 @@ class Team:
             for rank in self._channels.keys() - hurt.keys():
                 if not self._channels[rank].readable(0.0):
                     continue
-                kind, said = self._failure(rank)
+                kind, text = self._failure(rank)
                 if kind not in HURT:
-                    failed[rank] = said
+                    failed[rank] = text
                 else:
-                    hurt[rank], late = said, late or kind == DeadlineError.__name__
+                    hurt[rank], late = text, late or kind == DeadlineError.__name__
             # who was ended said nothing; others may speak of the connections that this broke
             if failed:
-                rank = min(failed, key=lambda each: (bool(failed[each]), each))
+                rank = min(failed, key=lambda member: (bool(failed[member]), member))
                 return self._died(rank, failed[rank], doing)
             if late and len(hurt) + 1 == len(self._channels):
                 break
@@ -206,14 +206,14 @@ class Team:
         shutil.rmtree(self.folder, ignore_errors=True)
 
     def _failure(self, rank: int) -> tuple[str, str]:
-        """What a rank that has ended, or is about to, said of it: the error's type and text; empty
-        where nothing.
+        """The error's type and text of a rank that has ended, or is about to; empty where it sent
+        none.
         """
         try:
-            said = self._channels[rank].receive(BLAME_S)
+            message = self._channels[rank].receive(BLAME_S)
         except (EOFError, TimeoutError, OSError):
             return "", ""
-        return (said.kind, said.text) if isinstance(said, Failed) else ("", "")
+        return (message.kind, message.text) if isinstance(message, Failed) else ("", "")
 
     def _who(self, rank: int) -> str:
         process = self._processes[rank]
@@ -224,7 +224,7 @@ class Team:
             else f"pid {process.pid}"
         )
 
-    def _died(self, rank: int, said: str, doing: str) -> WorkerDied:
+    def _died(self, rank: int, reason: str, doing: str) -> WorkerDied:
         process = self._processes[rank]
         child.ended_within(process, BLAME_S)
         how = (
@@ -234,5 +234,5 @@ class Team:
         )
         return WorkerDied(
             f"rank {rank} of '{self.node}' ({self._who(rank)}) {how} while rank 0 waited for it in"
-            f" {doing}{': ' + said if said else ''}; see this worker's log"
+            f" {doing}{': ' + reason if reason else ''}; see this worker's log"
         )

@@ -84,7 +84,7 @@ KINDS = (Meet, Enter, ReleaseVersion, Take, Holds, Entry)
 
 
 def opens_for_ranks(reader: object) -> OpensWeights | None:
-    """This `Context.reader`, if it tells a site at which other ranks find the same versions."""
+    """This `Context.reader`, if it names a site at which other ranks find the same versions."""
     return reader if isinstance(reader, OpensWeights) and reader.site is not None else None
 
 
@@ -127,7 +127,7 @@ def beside(
 
 
 def followed(message: object, channel: Channel[Any], end: WeightsBeside | None) -> bool:
-    """In another rank: do what a message of the `Leader` says; False where it is none."""
+    """On another rank: act on a message of the `Leader`; False for another message."""
     match message:
         case _ if end is None:
             return False
@@ -214,7 +214,7 @@ class Leader:
         return self._take(offer.version, self._end.adopt)
 
     def let_go(self) -> bool:
-        """As `WeightsAgain.let_go`, for rank 0; the others do so when they are told to sleep."""
+        """As `WeightsAgain.let_go`, for rank 0; the others do the same when they go to sleep."""
         return isinstance(self._end, LeadingAgain) and self._end.let_go()
 
     def again(self) -> bool:
@@ -222,13 +222,13 @@ class Leader:
         not find it.
         """
         assert isinstance(self._end, LeadingAgain), "it has let go"
-        held = self._end.enter_again()
-        if held is None:
+        offer = self._end.enter_again()
+        if offer is None:
             return False
-        if self._enter(held):
+        if self._enter(offer):
             self._end.decline()
             return False
-        return self._take(held.version, self._end.again)
+        return self._take(offer.version, self._end.again)
 
     def _take(self, version: int, own: Callable[[], T]) -> T:
         """Have all others take the version that they hold, while rank 0 does so by `own`; what that
@@ -245,14 +245,14 @@ class Leader:
         with self._exchange.together(f"entering version {offer.version}"):
             self._exchange.tell(Enter(offer.segment, offer.version, offer.layout))
             entries = enumerate(self._exchange.answers(Entry), start=1)
-            outside = [rank for rank, each in entries if not each.entered]
+            outside = [rank for rank, entry in entries if not entry.entered]
             if outside:
                 self._exchange.tell(ReleaseVersion())
             return outside
 
     def _bear(self, outside: list[int], version: int) -> None:
-        """Put up with a refusal for a while: the trainer may have given the version up, or a rank
-        hear of it later.
+        """Tolerate a refusal for a while: the trainer may have withdrawn the version, or a rank may
+        learn of it later.
         """
         now, team = self._clock(), self._exchange.team
         limit = team.limits.exchange_s

@@ -70,10 +70,10 @@ def find(text: str) -> Scorer[..., Any]:
     """
     if text in KNOWN:
         return KNOWN[text]
-    system, colon, rest = text.partition(":")
+    system, colon, place = text.partition(":")
     if colon and system in FORMS:
-        made: Scorer[..., Any] = FORMS[system](named(rest, text, "reward"))
-        return made
+        reward: Scorer[..., Any] = FORMS[system](named(place, text, "reward"))
+        return reward
     path, colon, _ = text.rpartition(":")
     if not colon or not (
         path.endswith(".py") or all(part.isidentifier() for part in path.split("."))
@@ -81,7 +81,11 @@ def find(text: str) -> Scorer[..., Any]:
         raise GraphError(
             f"no reward is called {text!r}, only {list(KNOWN)}{nearest(text, KNOWN)}; give one of"
             " these, or a function of your own as path/to/file.py:function, with one of"
-            f" {[f'{each}:' for each in FORMS]} in front where it was written for that system"
+            f" {[f'{form}:' for form in FORMS]} in front where it was written for that system"
         )
-    found = named(text, text, "reward")
-    return found.renamed("reward") if isinstance(found, Scorer) else scorer(name="reward")(found)
+    function = named(text, text, "reward")
+    return (
+        function.renamed("reward")
+        if isinstance(function, Scorer)
+        else scorer(name="reward")(function)
+    )

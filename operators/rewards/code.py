@@ -41,13 +41,17 @@ class Case:
     """One test, with the output that a script should have; None where the test itself decides."""
 
     test: Test
-    wanted: str | None = None
+    expected: str | None = None
 
     def fault(self, outcome: SandboxResult) -> str:
         """Why it failed; empty where it passed."""
-        if not outcome.passed or self.wanted is None or is_same_output(outcome.output, self.wanted):
+        if (
+            not outcome.passed
+            or self.expected is None
+            or is_same_output(outcome.output, self.expected)
+        ):
             return outcome.note
-        return f"printed {_shown(outcome.output)}, not {_shown(self.wanted)}"
+        return f"printed {_shown(outcome.output)}, not {_shown(self.expected)}"
 
 
 def program_in(completion: str) -> str:
@@ -79,14 +83,14 @@ def read_cases(tests: Any) -> list[Case]:
     return cases
 
 
-def is_same_output(found: str, wanted: str) -> bool:
+def is_same_output(output: str, expected: str) -> bool:
     """Whether two outputs have the same lines of the same words, where numbers are compared by
     their value.
 
     Blanks at the ends of lines and empty lines at the end are no difference.
     """
     ours, theirs = (
-        [line.split() for line in text.rstrip().splitlines()] for text in (found, wanted)
+        [line.split() for line in text.rstrip().splitlines()] for text in (output, expected)
     )
     return len(ours) == len(theirs) and all(
         len(mine) == len(yours) and all(map(_is_same_word, mine, yours))
@@ -94,23 +98,23 @@ def is_same_output(found: str, wanted: str) -> bool:
     )
 
 
-def _is_same_word(found: str, wanted: str) -> bool:
-    if found == wanted:
+def _is_same_word(word: str, expected: str) -> bool:
+    if word == expected:
         return True
-    if max(len(found), len(wanted)) > _LONGEST_NUMBER:
+    if max(len(word), len(expected)) > _LONGEST_NUMBER:
         return False
     try:
-        return Decimal(found) == Decimal(wanted)
+        return Decimal(word) == Decimal(expected)
     except InvalidOperation:
         return False
 
 
 def _from_json(text: str) -> Any:
     try:
-        found = json.loads(text)
+        value = json.loads(text)
     except ValueError:
-        found = None
-    return found if isinstance(found, list | dict) else [text] if text.strip() else []
+        value = None
+    return value if isinstance(value, list | dict) else [text] if text.strip() else []
 
 
 def _columns_as_rows(tests: dict[str, Any]) -> list[dict[str, Any]]:
@@ -119,8 +123,8 @@ def _columns_as_rows(tests: dict[str, Any]) -> list[dict[str, Any]]:
         raise ValueError(f'tests as JSON have {list(tests)}; give as many "inputs" as "outputs"')
     name = tests.get("fn_name")
     return [
-        {"input": given, "output": wanted, "fn_name": name}
-        for given, wanted in zip(inputs, outputs, strict=True)
+        {"input": test_input, "output": expected, "fn_name": name}
+        for test_input, expected in zip(inputs, outputs, strict=True)
     ]
 
 
@@ -131,14 +135,20 @@ def _case(test: Any) -> Case:
         raise ValueError(
             f'a test is {_shown(test)}; give Python text, or {{"input": ..., "output": ...}}'
         )
-    given, wanted, name = test["input"], test["output"], test.get("fn_name")
+    test_input, expected, name = test["input"], test["output"], test.get("fn_name")
     if not name:
-        return Case(ScriptTest(_lines(given)), _lines(wanted))
+        return Case(ScriptTest(_lines(test_input)), _lines(expected))
     arguments = (
-        [json.loads(line) for line in given.splitlines()] if isinstance(given, str) else list(given)
+        [json.loads(line) for line in test_input.splitlines()]
+        if isinstance(test_input, str)
+        else list(test_input)
     )
-    wanted = json.loads(wanted) if isinstance(given, str) and isinstance(wanted, str) else wanted
-    return Case(CallTest(name, arguments, wanted))
+    expected = (
+        json.loads(expected)
+        if isinstance(test_input, str) and isinstance(expected, str)
+        else expected
+    )
+    return Case(CallTest(name, arguments, expected))
 
 
 def _lines(text: str | Sequence[str]) -> str:
@@ -246,14 +256,14 @@ def code_reward(
             f"code_reward has memory_bytes={memory_bytes!r}, in which Python hardly starts; give"
             f" {_LEAST_BYTES} or more"
         )
-    made = CodeScorer(
+    reward = CodeScorer(
         function=_judged,
         name=name,
         timeout_s=total_s + _MARGIN_S,
         memory_mb=max(1024, memory_bytes >> 20),
         concurrency=concurrency,
     )
-    return made.configured(
+    return reward.configured(
         all_or_nothing=all_or_nothing, time_s=time_s, total_s=total_s, memory_bytes=memory_bytes
     )
 

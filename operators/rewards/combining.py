@@ -43,10 +43,10 @@ def combine(weights: Mapping[str, float], name: str = "reward") -> Scorer[..., f
                 f"{head} got the weight {weight!r} for '{column}', which is no finite number;"
                 " give one"
             )
-    made: Scorer[..., float | None] = scorer(name=name, isolate=False)(
+    combined: Scorer[..., float | None] = scorer(name=name, isolate=False)(
         _weighted_sum(tuple(weights))
     )
-    return made.configured(weights=dict(weights))
+    return combined.configured(weights=dict(weights))
 
 
 @functools.cache
@@ -57,10 +57,10 @@ def _weighted_sum(columns: tuple[str, ...]) -> Callable[..., float | None]:
 
     def weighted_sum(weights: Mapping[str, float], **values: float | None) -> float | None:
         """The sum of the columns that apply, each times its weight."""
-        found = [
+        terms = [
             weights[column] * value for column in columns if (value := values[column]) is not None
         ]
-        return math.fsum(found) if found else None
+        return math.fsum(terms) if terms else None
 
     kind = inspect.Parameter.KEYWORD_ONLY
     parameters = [inspect.Parameter(column, kind, annotation=float | None) for column in columns]
@@ -68,7 +68,7 @@ def _weighted_sum(columns: tuple[str, ...]) -> Callable[..., float | None]:
     parameters.append(
         inspect.Parameter("weights", kind, default=none, annotation=Mapping[str, float])
     )
-    known: Any = weighted_sum
-    known.__signature__ = inspect.Signature(parameters, return_annotation=float | None)
-    known.__annotations__ = dict.fromkeys(columns, float | None) | {"return": float}
+    function: Any = weighted_sum
+    function.__signature__ = inspect.Signature(parameters, return_annotation=float | None)
+    function.__annotations__ = dict.fromkeys(columns, float | None) | {"return": float}
     return weighted_sum

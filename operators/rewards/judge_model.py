@@ -41,12 +41,12 @@ def last_number_said(text: str) -> float:
     >>> last_number_said("It is mostly right: 7.5")
     7.5
     """
-    found = last_number(text)
-    if found is None:
+    number = last_number(text)
+    if number is None:
         raise ValueError(
             f"the judge said no number: {text[:_SHOWN]!r}; ask it for one, or give Judge a verdict="
         )
-    return float(found)
+    return float(number)
 
 
 def default_cache() -> str:
@@ -105,8 +105,8 @@ class Judge:
 
     def __call__(self, stream: Stream[Any]) -> Stream[Rollout]:
         """Apply it to rollouts."""
-        made: Stream[Rollout] = self.scorer(stream)
-        return made
+        judged: Stream[Rollout] = self.scorer(stream)
+        return judged
 
     @cached_property
     def scorer(self) -> Scorer[..., Any]:
@@ -133,7 +133,7 @@ class Judge:
             )
 
         async def judged(**values: Any) -> float | None:
-            """What a judge says of a rollout."""
+            """A judge's verdict on a rollout."""
             return await _judged(self, values)
 
         kinds = [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY) for name in columns]
@@ -152,9 +152,9 @@ class Judge:
 
 
 async def _judged(judge: Judge, values: Mapping[str, Any]) -> float | None:
-    asked = judge.ask.format(**{name: _as_text(value) for name, value in values.items()})
+    question = judge.ask.format(**{name: _as_text(value) for name, value in values.items()})
     messages = [{"role": "system", "content": judge.system}] if judge.system else []
-    messages.append({"role": "user", "content": asked})
+    messages.append({"role": "user", "content": question})
     body = {"model": judge.model, "temperature": 0, **judge.params, "messages": messages}
     if judge.cache is None:
         return judge.verdict(await _said(judge, body))
@@ -162,11 +162,11 @@ async def _judged(judge: Judge, values: Mapping[str, Any]) -> float | None:
     digest = hashlib.sha256(text.encode("utf-8", "backslashreplace")).hexdigest()
     async with _lock(digest):
         path = Path(judge.cache).expanduser() / digest[:2] / f"{digest}.json"
-        if (known := _kept(path)) is not None:
-            return judge.verdict(known)
-        said = await _said(judge, body)
-        value = judge.verdict(said)
-        _keep(path, said)
+        if (recorded := _kept(path)) is not None:
+            return judge.verdict(recorded)
+        reply = await _said(judge, body)
+        value = judge.verdict(reply)
+        _keep(path, reply)
         return value
 
 
@@ -189,8 +189,8 @@ async def _said(judge: Judge, body: Mapping[str, Any]) -> str:
         ) from None
     text = reply.text.replace(key, "...") if key else reply.text
     if reply.status_code in _BUSY or reply.status_code >= 500:
-        said = f"the judge at {judge.url} answered {reply.status_code}: {text[:_SHOWN]}"
-        raise WorldFailed(said, after_s=_seconds(reply.headers.get("retry-after")))
+        refusal = f"the judge at {judge.url} answered {reply.status_code}: {text[:_SHOWN]}"
+        raise WorldFailed(refusal, after_s=_seconds(reply.headers.get("retry-after")))
     if reply.status_code != 200:
         raise ValueError(
             f"the judge at {judge.url} refused with {reply.status_code}: {text[:_SHOWN]}; look at"
@@ -229,11 +229,11 @@ def _as_text(value: Any) -> str:
     messages = messages_of(value)
     if messages is None:
         return value
-    return "\n".join(f"{each['role']}: {each.get('content')}" for each in messages)
+    return "\n".join(f"{message['role']}: {message.get('content')}" for message in messages)
 
 
 def _seconds(header: str | None) -> float | None:
-    """What a Retry-After says; None where it is a date, or nothing."""
+    """Seconds of a Retry-After header; None where it is a date, or missing."""
     with contextlib.suppress(TypeError, ValueError):
         return float(header or "")
     return None
@@ -241,17 +241,17 @@ def _seconds(header: str | None) -> float | None:
 
 def _kept(path: Path) -> str | None:
     with contextlib.suppress(OSError, ValueError, LookupError, TypeError):
-        said = json.loads(path.read_text("utf-8"))["said"]
-        return said if isinstance(said, str) else None
+        reply = json.loads(path.read_text("utf-8"))["said"]
+        return reply if isinstance(reply, str) else None
     return None
 
 
-def _keep(path: Path, said: str) -> None:
+def _keep(path: Path, reply: str) -> None:
     """Write it down whole or not at all; a cache that cannot be written is none."""
     with contextlib.suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile(
             "w", dir=path.parent, delete=False, encoding="utf-8"
         ) as file:
-            json.dump({"said": said}, file)
+            json.dump({"said": reply}, file)
         Path(file.name).replace(path)

@@ -22,15 +22,15 @@ def number(completion: str, answer: str) -> float:
     >>> number("12 of 48 are left: $36.00", "#### 36"), number("none", "36")
     (1.0, 0.0)
     """
-    wanted = last_number(answer)
-    return float(wanted is not None and last_number(completion) == wanted)
+    expected = last_number(answer)
+    return float(expected is not None and last_number(completion) == expected)
 
 
 def last_number(text: str) -> Fraction | None:
     """The exact value of the last number in a text, or None where there is none."""
-    found = [match for match in _NUMBER.finditer(text) if match[2]]
-    if not found:
+    matches = [match for match in _NUMBER.finditer(text) if match[2]]
+    if not matches:
         return None
-    sign, digits, percent = found[-1].groups()
+    sign, digits, percent = matches[-1].groups()
     value = Fraction(digits.replace(",", ""))
     return value * (-1 if sign == "-" else 1) / (100 if percent else 1)

@@ -28,11 +28,11 @@ def _math_verify(completion: str, answer: str) -> float | None:
         # that it keeps no time limit: its process is ended instead
         logging.getLogger(name).setLevel(logging.ERROR)
     configs = (LatexExtractionConfig(), ExprExtractionConfig())
-    wanted = parse(_as_latex(answer.rpartition(_FINAL)[2].strip()), configs, parsing_timeout=None)
-    if not wanted:
+    expected = parse(_as_latex(answer.rpartition(_FINAL)[2].strip()), configs, parsing_timeout=None)
+    if not expected:
         return None
-    found = parse(completion, configs, parsing_timeout=None)
-    return float(bool(found) and verify(wanted, found, timeout_seconds=None))
+    answers = parse(completion, configs, parsing_timeout=None)
+    return float(bool(answers) and verify(expected, answers, timeout_seconds=None))
 
 
 math_verify = PackagedScorer(
@@ -42,5 +42,7 @@ math_verify = PackagedScorer(
 
 
 def _as_latex(text: str) -> str:
-    """A reference between $, as the package expects LaTeX; as it is where it says so itself."""
+    """A reference between $, as the package expects LaTeX; unchanged where it has marks of
+    its own.
+    """
     return text if any(mark in text for mark in ("$", "\\boxed", "\\(", "\\[")) else f"${text}$"

@@ -23,10 +23,10 @@ class PackagedScorer(Scorer[P, T_co]):
 
     def faults(self) -> list[str]:
         """Those of any scorer, and that the package is not there."""
-        found = super().faults()
+        faults = super().faults()
         if importlib.util.find_spec(self.package) is None:
-            found.append(
+            faults.append(
                 f"'{self.name}' imports '{self.package}', which is not installed; pip install "
                 f'"dataflow-rl[{self.extra}]"'
             )
-        return found
+        return faults

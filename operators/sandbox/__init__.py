@@ -1,4 +1,4 @@
-"""Runs programs that nobody has read: each in a sandbox of its own, or not at all."""
+"""Runs untrusted programs: each in a sandbox of its own, or not at all."""
 
 from operators.sandbox.outside import SandboxError
 from operators.sandbox.runner import (

@@ -109,32 +109,32 @@ def _command(
 @functools.cache
 def _programs() -> tuple[str, ...]:
     """The system's programs, and what they look for beside the libraries."""
-    given: list[str] = ["--ro-bind", "/usr", "/usr"]
+    options: list[str] = ["--ro-bind", "/usr", "/usr"]
     for folder in map(Path, ("/bin", "/sbin")):
         if folder.is_symlink():
-            given += ["--symlink", str(folder.readlink()), str(folder)]
+            options += ["--symlink", str(folder.readlink()), str(folder)]
         else:
-            given += ["--ro-bind-try", str(folder), str(folder)]
-    return (*given, "--ro-bind-try", "/etc/alternatives", "/etc/alternatives")
+            options += ["--ro-bind-try", str(folder), str(folder)]
+    return (*options, "--ro-bind-try", "/etc/alternatives", "/etc/alternatives")
 
 
 @functools.cache
 def _files() -> tuple[str, ...]:
     """Python's own library, the system's shared libraries, and three devices."""
-    given: list[str] = []
+    options: list[str] = []
     for folder in map(Path, _LIBRARIES):
         if folder.is_symlink():
-            given += ["--symlink", str(folder.readlink()), str(folder)]
+            options += ["--symlink", str(folder.readlink()), str(folder)]
         else:
-            given += ["--ro-bind-try", str(folder), str(folder)]
+            options += ["--ro-bind-try", str(folder), str(folder)]
     python = _interpreter()
     own = [python, *(python.parent.parent / name for name in ("lib", "lib64"))]
     for path in (*own, Path("/etc/ld.so.cache")):
         if str(path) not in _LIBRARIES and not path.is_symlink():
-            given += ["--ro-bind-try", str(path), str(path)]
+            options += ["--ro-bind-try", str(path), str(path)]
     for device in _DEVICES:
-        given += ["--dev-bind", device, device]
-    return tuple(given)
+        options += ["--dev-bind", device, device]
+    return tuple(options)
 
 
 @functools.cache

@@ -1,5 +1,5 @@
-"""What both kinds of sandboxes need outside: how one is started, what it says last, and what its
-processes take.
+"""What both kinds of sandboxes need outside: the start, the last words, and the memory of their
+processes.
 """
 
 from __future__ import annotations
@@ -59,11 +59,11 @@ def threads_below(pid: int) -> int:
 
 def held_below(pid: int, held_by: Callable[[int], int]) -> int:
     """Bytes of memory that a process and all that descend from it hold; as far as can be seen."""
-    held = 0
-    for each, _ in _family(pid):
+    total = 0
+    for member, _ in _family(pid):
         with contextlib.suppress(OSError, ValueError):
-            held += held_by(each)
-    return held
+            total += held_by(member)
+    return total
 
 
 def private_bytes(pid: int) -> int:
@@ -82,8 +82,8 @@ def shared_out_bytes(pid: int) -> int:
         lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
     except PermissionError:
         return private_bytes(pid)
-    found = [int(line.split()[1]) << 10 for line in lines if line.startswith("Pss_Anon:")]
-    return sum(found) if found else private_bytes(pid)
+    shares = [int(line.split()[1]) << 10 for line in lines if line.startswith("Pss_Anon:")]
+    return sum(shares) if shares else private_bytes(pid)
 
 
 def _family(pid: int) -> Iterator[tuple[int, int]]:
@@ -92,10 +92,10 @@ def _family(pid: int) -> Iterator[tuple[int, int]]:
     """
     todo = [pid]
     while todo:
-        each, threads = todo.pop(), 0
+        current, threads = todo.pop(), 0
         with contextlib.suppress(OSError):
-            for task in Path(f"/proc/{each}/task").iterdir():
+            for task in Path(f"/proc/{current}/task").iterdir():
                 threads += 1
                 with contextlib.suppress(OSError):  # a thread that has ended
                     todo += map(int, (task / "children").read_text().split())
-        yield each, threads
+        yield current, threads

@@ -63,7 +63,7 @@ class CallTest:
 
     name: str
     arguments: list[Any]
-    wanted: Any
+    expected: Any
     """What it should return, as JSON would hold it; it passes if it does (`tester.is_same`)."""
 
 
@@ -119,21 +119,21 @@ def _outcomes(
     assert process.stdout is not None and process.stderr is not None
     within_s = limits.total_s + _GRACE_S
     deadline = time.monotonic() + within_s
-    inbox, errors, left = bytearray(), bytearray(), tests
+    inbox, errors, remaining = bytearray(), bytearray(), tests
     with selectors.DefaultSelector() as selector:
         selector.register(process.stdout, selectors.EVENT_READ, inbox)
         selector.register(process.stderr, selectors.EVENT_READ, errors)
         looked = time.monotonic()
-        while left:
+        while remaining:
             for key, _ in selector.select(_LOOK_S):
                 data = os.read(key.fd, 1 << 16)
                 key.data.extend(data)
                 if not data:
                     selector.unregister(key.fileobj)
-            while left and (outcome := _next_outcome(inbox)) is not None:
-                left -= 1
+            while remaining and (outcome := _next_outcome(inbox)) is not None:
+                remaining -= 1
                 yield outcome
-            if left and not selector.get_map():
+            if remaining and not selector.get_map():
                 raise SandboxError(
                     f"a sandbox ended with status {process.wait(_GRACE_S)}; {last_words(errors)}"
                 )
@@ -146,13 +146,13 @@ def _outcomes(
                 if threads_below(process.pid) > limits.threads + _OWN_THREADS:
                     yield from [
                         SandboxResult(False, f"started more than {limits.threads} threads")
-                    ] * left
+                    ] * remaining
                     return
 
 
 def _request(source: str, tests: Sequence[Test], limits: SandboxLimits) -> int:
     """A file in memory with all that the driver reads, at its beginning."""
-    told = {
+    settings = {
         "cpu_s": limits.time_s,
         "wall_s": _WALL_FACTOR * limits.time_s,
         "total_s": limits.total_s,
@@ -166,7 +166,7 @@ def _request(source: str, tests: Sequence[Test], limits: SandboxLimits) -> int:
         },
     }
     fd = os.memfd_create("request")
-    write_frame(fd, encode([told, source, len(tests)], refuse))
+    write_frame(fd, encode([settings, source, len(tests)], refuse))
     with os.fdopen(os.dup(fd), "wb") as file:
         for test in tests:
             kind, data = _plain(test)
@@ -178,13 +178,13 @@ def _request(source: str, tests: Sequence[Test], limits: SandboxLimits) -> int:
 def _plain(test: Test) -> tuple[bytes, bytes]:
     """A test's kind and its bytes."""
     if isinstance(test, CallTest):
-        return CALL, encode([test.name, test.arguments, test.wanted], refuse)
+        return CALL, encode([test.name, test.arguments, test.expected], refuse)
     kind, text = (SCRIPT, test.stdin) if isinstance(test, ScriptTest) else (CHECK, test.source)
     return kind, text.encode("utf-8", "surrogatepass")
 
 
 def _next_outcome(inbox: bytearray) -> SandboxResult | None:
-    """Take the next whole outcome out of what has come."""
+    """Take the next complete outcome out of the bytes that have come."""
     if len(inbox) < OUTCOME.size:
         return None
     passed, note, output = OUTCOME.unpack_from(inbox)

@@ -22,13 +22,13 @@ def _probed(program: str) -> str | None:
     try:
         (outcome,) = run("print(6 * 7)", [ScriptTest("")], SandboxLimits(time_s=10.0))
     except SandboxError as error:
-        found = str(error)
+        problem = str(error)
     else:
         if outcome.passed and outcome.output == "42\n":
             return None
-        found = f"the trial program {outcome.note or f'printed {outcome.output!r}'}"
+        problem = f"the trial program {outcome.note or f'printed {outcome.output!r}'}"
     return (
-        f"{program} cannot make a sandbox for model-written code on this machine: {found}; allow"
+        f"{program} cannot make a sandbox for model-written code on this machine: {problem}; allow"
         " unprivileged user namespaces (sysctl user.max_user_namespaces,"
         " kernel.unprivileged_userns_clone, kernel.apparmor_restrict_unprivileged_userns; in a"
         " container, its seccomp profile), and see docs/sandbox.md"

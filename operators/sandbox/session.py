@@ -56,16 +56,15 @@ class CommandResult:
 
 
 class CommandRefused(Exception):
-    """What was asked for cannot be done in a sandbox that is well: its text says why."""
+    """A sound sandbox cannot do what the command asks; the text says why."""
 
 
 class SandboxLost(CommandRefused):
-    """A sandbox has used more than it may: it can be used no more."""
+    """A sandbox has passed its limits and is unusable."""
 
 
 class KeptSandbox:
-    """Processes in a sandbox of their own that wait for commands, until they are ended or whoever
-    started them ends.
+    """Processes in a sandbox of their own that wait for commands, until they or their owner end.
 
     consumes: commands, one at a time
     produces: a result for each
@@ -74,7 +73,9 @@ class KeptSandbox:
     """
 
     def __init__(self, limits: KeptLimits, folders: Sequence[str] = ()) -> None:
-        """Start it; `ready` says when it is. Raises SandboxError where there is no sandbox."""
+        """Start it; `ready` becomes true later. Raises SandboxError where no sandbox is
+        possible.
+        """
         self._limits = limits
         self._errors = os.memfd_create("errors")
         self._socket, theirs = socket.socketpair()
@@ -146,9 +147,11 @@ class KeptSandbox:
             os.close(self._errors)
             self._errors = -1
 
-    async def _run(self, what: str, told: str, timeout_s: float, most_bytes: int) -> CommandResult:
+    async def _run(
+        self, command: str, text: str, timeout_s: float, most_bytes: int
+    ) -> CommandResult:
         _, output, total, note = await self._ask(
-            [what, told, float(timeout_s), most_bytes], timeout_s + _GRACE_S
+            [command, text, float(timeout_s), most_bytes], timeout_s + _GRACE_S
         )
         return CommandResult(bytes(output).decode("utf-8", "replace"), total, note)
 

@@ -36,11 +36,11 @@ LAST_ANSWERS_S = 2
 
 
 @interrupted()
-def main(given: list[str] | None = None) -> int:
+def main(argv: list[str] | None = None) -> int:
     """Serve until interrupted; what is wrong with the arguments is one line on stderr and exit
     status 2.
     """
-    arguments = _parser().parse_args(given)
+    arguments = _parser().parse_args(argv)
     try:
         key = _key(arguments.api_key_env)
         check_address(arguments.host, key)
@@ -211,10 +211,10 @@ def _parser() -> argparse.ArgumentParser:
 
 def _object(text: str) -> dict[str, Any]:
     """A JSON object."""
-    found = json.loads(text)
-    if not isinstance(found, dict):
+    value = json.loads(text)
+    if not isinstance(value, dict):
         raise ValueError(text)
-    return found
+    return value
 
 
 if __name__ == "__main__":

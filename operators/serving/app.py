@@ -226,15 +226,15 @@ _HEADERS = {"cache-control": "no-cache", "x-accel-buffering": "no"}
 async def _stream(
     service: Service, http: HttpRequest, call: ServedCall, api: Api
 ) -> AsyncIterator[str]:
-    told = api.stream(call, service.vocabulary)
+    stream = api.stream(call, service.vocabulary)
     try:
         async with _attended(service, http, call) as news:
             async for _ in news:
                 if call.failure is not None:
                     raise call.failure
-                if new := "".join(told.new()):
+                if new := "".join(stream.new()):
                     yield new
-        closing = "".join(told.last())
+        closing = "".join(stream.last())
     except ApiError as error:
         closing = api.event(api.failed(error))
     yield closing + api.done
@@ -250,16 +250,16 @@ async def _attended(
     Raises:
         ApiError: 499 when the client went away, 504 at the call's deadline.
     """
-    left = asyncio.create_task(_leave(http))
+    leaving = asyncio.create_task(_leave(http))
     try:
-        yield _news(service, call, left)
+        yield _news(service, call, leaving)
     finally:
-        left.cancel()
+        leaving.cancel()
         service.end(call, GONE)
 
 
 async def _news(
-    service: Service, call: ServedCall, left: asyncio.Task[None]
+    service: Service, call: ServedCall, leaving: asyncio.Task[None]
 ) -> AsyncIterator[None]:
     deadline = asyncio.get_running_loop().time() + service.call_timeout_s
     while True:
@@ -272,13 +272,13 @@ async def _news(
         patience = deadline - asyncio.get_running_loop().time()
         try:
             await asyncio.wait(
-                {waits, left}, timeout=max(0.0, patience), return_when=asyncio.FIRST_COMPLETED
+                {waits, leaving}, timeout=max(0.0, patience), return_when=asyncio.FIRST_COMPLETED
             )
         finally:
             waits.cancel()
         if call.news.is_set():
             continue
-        if left.done():
+        if leaving.done():
             raise ApiError(499, GONE, code="client_gone")
         why = (
             f"the call was not over after {service.call_timeout_s:g} s; ask for fewer tokens, or"
@@ -314,7 +314,7 @@ async def _body(http: HttpRequest, service: Service) -> AsyncIterator[Any]:
                         )
                     service.reading.take(len(piece))
                     read += piece
-            found = read_json(read.decode(), bounds.values)
+            value = read_json(read.decode(), bounds.values)
         except TimeoutError as error:
             raise ApiError(
                 408, f"the body was not there after {bounds.body_s:g} s; send it at once"
@@ -323,7 +323,7 @@ async def _body(http: HttpRequest, service: Service) -> AsyncIterator[Any]:
             raise ApiError(
                 400, f"the body cannot be read as JSON: {error}; mend it", code="invalid_json"
             ) from error
-        yield found
+        yield value
     finally:
         service.reading.give(len(read))
 
@@ -342,6 +342,8 @@ async def _unrouted(http: HttpRequest, error: Exception) -> Response:
     """An address or method that is not served."""
     assert isinstance(error, HTTPException)
     posts = [*(api.path for api in APIS), COUNT_TOKENS]
-    known = ", ".join([*(f"POST {path}" for path in posts), "GET /v1/models", "GET /health"])
-    said = f"{http.method} {http.url.path} is not served ({error.detail}); this server has {known}"
-    return _refusal(ApiError(error.status_code, said, code="not_found"))
+    routes = ", ".join([*(f"POST {path}" for path in posts), "GET /v1/models", "GET /health"])
+    message = (
+        f"{http.method} {http.url.path} is not served ({error.detail}); this server has {routes}"
+    )
+    return _refusal(ApiError(error.status_code, message, code="not_found"))

@@ -56,15 +56,15 @@ def read_json(text: str, most_values: int) -> Any:
             f"it may have {values} values, and at most {most_values} are taken; send less at once"
         )
     try:
-        found = json.loads(text)
+        value = json.loads(text)
     except RecursionError as error:
         raise ValueError("its brackets nest too deep") from error
-    strict_json(found)
-    return found
+    strict_json(value)
+    return value
 
 
 class Budget:
-    """Bytes of bodies that are being read: whoever would take more than there are is told to come
+    """Bytes of bodies that are being read: a caller who would exceed the total is asked to come
     again.
     """
 

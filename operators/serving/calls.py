@@ -1,6 +1,4 @@
-"""One call on its way: what its choices have so far, for whoever answers, and its rows once all
-have ended.
-"""
+"""A call in progress: its choices so far, and its rows once all have ended."""
 
 from __future__ import annotations
 
@@ -50,14 +48,14 @@ class Choice:
     """Number of the first call of a tool in it."""
 
     def hear(self, news: News, ends: frozenset[int]) -> None:
-        """Take in what the engine says."""
-        heard, ids = len(self.tokens), news.tokens.ids
+        """Take in the engine's news."""
+        count, ids = len(self.tokens), news.tokens.ids
         ended_at = len(ids)
         if news.reason == STOPPED and ended_at and int(ids[-1]) in ends:
             ended_at -= 1
-        for token in ids[heard:ended_at].tolist():
+        for token in ids[count:ended_at].tolist():
             self.transcript.push(token)
-        if len(ids) >= heard:
+        if len(ids) >= count:
             self.tokens, self.alternatives = news.tokens, news.alternatives
         if news.reason is not None:
             self.transcript.finish(int(ids[-1]) if news.reason == STOPPED and len(ids) else None)
@@ -149,14 +147,14 @@ class CallPrompt:
         """What a later prompt may go on from."""
         if self.text is None:
             return []
-        found = []
+        exchanges = []
         for position, choice in enumerate(self.choices):
             ids = tuple(choice.tokens.ids.tolist())
             whole = choice.transcript.whole_tokens()
             if choice.failed or not whole:
                 continue
             end = ids[-1] if whole == len(ids) - 1 and ids[-1] in ends else None
-            found.append(
+            exchanges.append(
                 ServedExchange(
                     session=self.group.session,
                     text=self.text + choice.transcript.text[: choice.transcript.end_of(whole)],
@@ -165,7 +163,7 @@ class CallPrompt:
                     rollout_id=self.group.rollout_id(position),
                 )
             )
-        return found
+        return exchanges
 
 
 class ServedCall:
@@ -183,7 +181,7 @@ class ServedCall:
         ends: frozenset[int],
         finished: Callable[[CallPrompt], None],
     ) -> None:
-        """Nothing heard yet."""
+        """No news yet."""
         self.request, self.parts = request, parts
         self.request_id = parts[0].group.request_id
         self.created = parts[0].group.created_ms // 1000

@@ -36,11 +36,11 @@ def conversations(rows: pa.Table) -> pa.Table:
         number: _Call(parents[at], reused[at], tokens[offsets[at] : offsets[at + 1]])
         for at, number in enumerate(numbers)
     }
-    continued, taken = {call.parent for call in calls.values()}, set[int]()
+    continued, used = {call.parent for call in calls.values()}, set[int]()
     ends = [at for at, number in enumerate(numbers) if number not in continued]
-    merged = [_merged(numbers[at], calls, taken) for at in ends]
+    merged = [_merged(numbers[at], calls, used) for at in ends]
     columns = RolloutTokens.joined(merged).columns(
-        np.r_[0, np.cumsum([len(each) for each in merged])]
+        np.r_[0, np.cumsum([len(tokens) for tokens in merged])]
     )
     leaves = good.take(pa.array(ends, pa.int64()))
     return pa.table(
@@ -50,7 +50,7 @@ def conversations(rows: pa.Table) -> pa.Table:
 
 @dataclass(frozen=True)
 class _Call:
-    """What the row of a call says of its tokens."""
+    """A call's row: its tokens."""
 
     parent: int | None
     reused: int
@@ -58,7 +58,7 @@ class _Call:
     tokens: RolloutTokens
 
 
-def _merged(number: int, calls: Mapping[int, _Call], taken: set[int]) -> RolloutTokens:
+def _merged(number: int, calls: Mapping[int, _Call], used: set[int]) -> RolloutTokens:
     """The tokens of a call, with what was chosen in those before it."""
     own = call = calls[number]
     mask, logprobs, versions = (
@@ -67,8 +67,8 @@ def _merged(number: int, calls: Mapping[int, _Call], taken: set[int]) -> Rollout
         own.tokens.versions.copy(),
     )
     at, shared = number, len(own.tokens)
-    while at not in taken:
-        taken.add(at)
+    while at not in used:
+        used.add(at)
         if call.parent is None or call.parent not in calls:
             break
         shared = min(shared, call.reused)
@@ -79,7 +79,7 @@ def _merged(number: int, calls: Mapping[int, _Call], taken: set[int]) -> Rollout
                 f"rollout {number} should begin with {shared} tokens of rollout {at}; found others;"
                 " give the rows of one file"
             )
-        if at not in taken:
+        if at not in used:
             chosen = np.flatnonzero(before.mask)
             mask[chosen], logprobs[chosen], versions[chosen] = (
                 True,

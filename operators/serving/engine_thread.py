@@ -256,12 +256,12 @@ class EngineThread:
         tokens, free, pages = 0, self.engine.free, self.engine.spare_pages
         while self._waiting and free > 0 and tokens < self._prefill_tokens:
             work = self._waiting[0]
-            wanted = min(free, len(work.seeds) - work.begun)
+            startable = min(free, len(work.seeds) - work.begun)
             idle = not starts and not self.engine.live
-            count, taken = self.engine.fitting(len(work.prompt), wanted, pages, idle=idle)
+            count, page_count = self.engine.fitting(len(work.prompt), startable, pages, idle=idle)
             if not count:
                 break
-            free, pages, tokens = free - count, pages - taken, tokens + len(work.prompt)
+            free, pages, tokens = free - count, pages - page_count, tokens + len(work.prompt)
             starts.append(self._begin(work, count))
         return starts
 
@@ -291,8 +291,8 @@ class EngineThread:
     ) -> Sequence[Sequence[tuple[int, float]]]:
         if not work.alternatives:
             return ()
-        known = self.engine.alternatives  # type: ignore[attr-defined]
-        return list(known.take(ticket) if ended else known.of(ticket))
+        alternatives = self.engine.alternatives  # type: ignore[attr-defined]
+        return list(alternatives.take(ticket) if ended else alternatives.of(ticket))
 
     def _end(self, finished: Sequence[EndedRollout]) -> None:
         """Tell of rollouts that ended."""
@@ -331,7 +331,7 @@ class EngineThread:
             self._tell(work, News(position, RolloutTokens.joined(()), ABORTED, why))
 
     def _give_up(self, why: str) -> None:
-        """End everything, also where the engine cannot say how far it came."""
+        """End everything, even where the engine cannot say how far it got."""
         for work in {
             id(work): work for work in [*self._by_ticket.values(), *self._waiting]
         }.values():

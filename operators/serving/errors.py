@@ -1,6 +1,4 @@
-"""What a caller is told when a call cannot be served: an HTTP status and an error in OpenAI's
-shape.
-"""
+"""The answer to a call that cannot be served: an HTTP status and an error in OpenAI's shape."""
 
 from __future__ import annotations
 

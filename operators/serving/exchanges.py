@@ -65,11 +65,11 @@ class Exchanges:
         """The longest exchange of the session that `text` goes on from; looks at those of the
         session alone.
         """
-        known = max(filter(text.startswith, self._of.get(session, ())), key=len, default=None)
-        if known is None:
+        prefix = max(filter(text.startswith, self._of.get(session, ())), key=len, default=None)
+        if prefix is None:
             return None
-        self._kept.move_to_end((session, known))
-        return self._kept[session, known]
+        self._kept.move_to_end((session, prefix))
+        return self._kept[session, prefix]
 
     def forget(self, session: str | None) -> None:
         """Let go of all exchanges of a session, without a look at those of others."""
@@ -99,13 +99,13 @@ def encode(
     earlier = exchanges.find(session, text)
     if earlier is None:
         return Encoded(own)
-    known, rest = earlier.tokens, text[len(earlier.text) :]
-    if earlier.end is not None and rest.startswith(earlier.end[1]):
-        known, rest = (*known, earlier.end[0]), rest[len(earlier.end[1]) :]
-    tokens = known + _ids(vocabulary.tokenizer, rest, special=False)
+    earlier_ids, tail = earlier.tokens, text[len(earlier.text) :]
+    if earlier.end is not None and tail.startswith(earlier.end[1]):
+        earlier_ids, tail = (*earlier_ids, earlier.end[0]), tail[len(earlier.end[1]) :]
+    tokens = earlier_ids + _ids(vocabulary.tokenizer, tail, special=False)
     if vocabulary.decode(tokens) != vocabulary.decode(own):
         return Encoded(own)
-    return Encoded(tokens, earlier.rollout_id, len(known))
+    return Encoded(tokens, earlier.rollout_id, len(earlier_ids))
 
 
 def _ids(tokenizer: Any, text: str, *, special: bool) -> tuple[int, ...]:

@@ -1,6 +1,4 @@
-"""Reads the JSON of a call into a `Request`, or says what is wrong with it; nothing is dropped
-silently.
-"""
+"""Parses the JSON of a call into a `Request`, or refuses it; no field is dropped silently."""
 
 from __future__ import annotations
 
@@ -22,59 +20,64 @@ _BRIEF = reprlib.Repr()
 _BRIEF.maxstring = _BRIEF.maxother = _BRIEF.maxlong = 80
 
 
-def object_of(given: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+def object_of(fields: Mapping[str, Any], name: str) -> Mapping[str, Any]:
     """A field that holds an object, or an empty one. Raises ApiError."""
-    found = given.get(name, {})
-    if not isinstance(found, dict):
-        raise bad(name, f"'{name}' must be an object; found {shown(found)}; mend it")
-    return found
+    value = fields.get(name, {})
+    if not isinstance(value, dict):
+        raise bad(name, f"'{name}' must be an object; found {shown(value)}; mend it")
+    return value
 
 
-def text_of(given: Mapping[str, Any], name: str, most: int) -> str:
+def text_of(fields: Mapping[str, Any], name: str, most: int) -> str:
     """A field that holds a text of at most so many characters. Raises ApiError."""
-    found = given.get(name)
-    if not isinstance(found, str) or not 0 < len(found) <= most:
-        code = "missing_required_parameter" if found is None else "invalid_value"
+    value = fields.get(name)
+    if not isinstance(value, str) or not 0 < len(value) <= most:
+        code = "missing_required_parameter" if value is None else "invalid_value"
         raise bad(
             name,
-            f"'{name}' must be a text of at most {most} characters; found {shown(found)}; give one",
+            f"'{name}' must be a text of at most {most} characters; found {shown(value)}; give one",
             code,
         )
-    return found
+    return value
 
 
-def flag_of(given: Mapping[str, Any], name: str) -> bool:
+def flag_of(fields: Mapping[str, Any], name: str) -> bool:
     """A field that is true or false; false where it is not given. Raises ApiError."""
-    found = given.get(name, False)
-    if not isinstance(found, bool):
-        raise bad(name, f"'{name}' must be true or false; found {shown(found)}; mend it")
-    return found
+    value = fields.get(name, False)
+    if not isinstance(value, bool):
+        raise bad(name, f"'{name}' must be true or false; found {shown(value)}; mend it")
+    return value
 
 
-def list_of(where: str, found: Any) -> list[Any]:
+def list_of(where: str, value: Any) -> list[Any]:
     """A list. Raises ApiError."""
-    if not isinstance(found, list):
-        raise bad(where, f"'{where}' must be a list; found {shown(found)}; mend it")
-    return found
+    if not isinstance(value, list):
+        raise bad(where, f"'{where}' must be a list; found {shown(value)}; mend it")
+    return value
 
 
 def whole_of(
-    given: Mapping[str, Any], name: str, default: int | None, *, least: int, most: int | None = None
+    fields: Mapping[str, Any],
+    name: str,
+    default: int | None,
+    *,
+    least: int,
+    most: int | None = None,
 ) -> Any:
     """A field that holds a whole number. Raises ApiError."""
-    found = given.get(name, default)
-    if type(found) is not int or found < least or (most is not None and found > most):
+    value = fields.get(name, default)
+    if type(value) is not int or value < least or (most is not None and value > most):
         upto = "" if most is None else f" and at most {most}"
         raise bad(
             name,
-            f"'{name}' must be a whole number of at least {least}{upto}; found {shown(found)};"
+            f"'{name}' must be a whole number of at least {least}{upto}; found {shown(value)};"
             " mend it",
         )
-    return found
+    return value
 
 
 def number_of(
-    given: Mapping[str, Any],
+    fields: Mapping[str, Any],
     name: str,
     default: float,
     *,
@@ -83,21 +86,21 @@ def number_of(
     most: float = math.inf,
 ) -> float:
     """A field that holds a finite number. Raises ApiError."""
-    found = given.get(name, default)
+    value = fields.get(name, default)
     fits = (
-        isinstance(found, int | float)
-        and not isinstance(found, bool)
-        and abs(found) <= sys.float_info.max
+        isinstance(value, int | float)
+        and not isinstance(value, bool)
+        and abs(value) <= sys.float_info.max
     )
-    if not fits or found < least or found <= above or found > most:
+    if not fits or value < least or value <= above or value > most:
         range_ = f"above {above:g}" if above > -math.inf else f"of at least {least:g}"
         upto = "" if most == math.inf else f" and at most {most:g}"
-        raise bad(name, f"'{name}' must be a number {range_}{upto}; found {shown(found)}; mend it")
-    return float(found)
+        raise bad(name, f"'{name}' must be a number {range_}{upto}; found {shown(value)}; mend it")
+    return float(value)
 
 
 def shown(value: Any) -> str:
-    """Of a value whatever its size, what fits into a sentence."""
+    """A value of any size, shortened to fit into a sentence."""
     brief = _BRIEF.repr(value)
     return brief if len(brief) <= 80 else brief[:77] + "..."
 
@@ -240,13 +243,13 @@ class Request:
     def parameters(self) -> dict[str, Any]:
         """What was asked for beside the prompt, as it is recorded."""
         names = ("max_tokens", "n", "stop", "stop_tokens", "seed")
-        given = {
+        options = {
             "tools": list(self.tools),
             "must_call": list(self.must_call),
             "chat_template_kwargs": self.options,
         }
-        asked = {name: value for name, value in given.items() if value}
-        return {**self.knobs, **{name: getattr(self, name) for name in names}, **asked}
+        used_options = {name: value for name, value in options.items() if value}
+        return {**self.knobs, **{name: getattr(self, name) for name in names}, **used_options}
 
 
 def parse(kind: Kind, body: Any, bounds: Bounds | None = None) -> Request:
@@ -260,46 +263,46 @@ def parse(kind: Kind, body: Any, bounds: Bounds | None = None) -> Request:
             f"the body is no JSON object; found {type(body).__name__}; send {{...}}",
             code="invalid_json",
         )
-    given = {name: value for name, value in body.items() if value is not None}
-    for name, value in given.items():
+    fields = {name: value for name, value in body.items() if value is not None}
+    for name, value in fields.items():
         _check_known(kind, name, value, bounds)
     chat = kind == "chat"
-    messages, begun = _begun(given, _messages(given, bounds)) if chat else ((), "")
-    n = whole_of(given, "n", 1, least=1, most=MOST_CHOICES)
+    messages, begun = _begun(fields, _messages(fields, bounds)) if chat else ((), "")
+    n = whole_of(fields, "n", 1, least=1, most=MOST_CHOICES)
     return Request(
         kind=kind,
-        model=text_of(given, "model", bounds.name_characters),
-        prompts=() if chat else _prompts(given, bounds.rollouts // n),
+        model=text_of(fields, "model", bounds.name_characters),
+        prompts=() if chat else _prompts(fields, bounds.rollouts // n),
         messages=messages,
         begun=begun,
-        options=object_of(given, "chat_template_kwargs"),
-        tools=_tools(given) if chat else (),
-        must_call=_must_call(given) if chat else (),
-        max_tokens=_max_tokens(kind, given),
-        temperature=number_of(given, "temperature", 1.0, least=0.0),
-        top_p=number_of(given, "top_p", 1.0, above=0.0, most=1.0),
-        min_p=number_of(given, "min_p", 0.0, least=0.0, most=1.0),
-        repetition_penalty=number_of(given, "repetition_penalty", 1.0, above=0.0),
-        top_k=max(0, whole_of(given, "top_k", 0, least=-1, most=MOST_TOKENS)),
+        options=object_of(fields, "chat_template_kwargs"),
+        tools=_tools(fields) if chat else (),
+        must_call=_must_call(fields) if chat else (),
+        max_tokens=_max_tokens(kind, fields),
+        temperature=number_of(fields, "temperature", 1.0, least=0.0),
+        top_p=number_of(fields, "top_p", 1.0, above=0.0, most=1.0),
+        min_p=number_of(fields, "min_p", 0.0, least=0.0, most=1.0),
+        repetition_penalty=number_of(fields, "repetition_penalty", 1.0, above=0.0),
+        top_k=max(0, whole_of(fields, "top_k", 0, least=-1, most=MOST_TOKENS)),
         n=n,
-        stop=_stop(given, bounds),
-        stop_tokens=_stop_tokens(given, bounds),
+        stop=_stop(fields, bounds),
+        stop_tokens=_stop_tokens(fields, bounds),
         seed=(
-            whole_of(given, "seed", None, least=-(2**63), most=2**63 - 1)
-            if "seed" in given
+            whole_of(fields, "seed", None, least=-(2**63), most=2**63 - 1)
+            if "seed" in fields
             else None
         ),
-        logprobs=_logprobs(kind, given),
-        alternatives=_alternatives(kind, given),
-        stream=flag_of(given, "stream"),
-        include_usage=_include_usage(given),
-        return_token_ids=flag_of(given, "return_token_ids"),
-        user=text_of(given, "user", bounds.name_characters) if "user" in given else None,
+        logprobs=_logprobs(kind, fields),
+        alternatives=_alternatives(kind, fields),
+        stream=flag_of(fields, "stream"),
+        include_usage=_include_usage(fields),
+        return_token_ids=flag_of(fields, "return_token_ids"),
+        user=text_of(fields, "user", bounds.name_characters) if "user" in fields else None,
     )
 
 
 def set_aside(bounds: Bounds) -> dict[str, None]:
-    """Fields that may say what they like, where no wish of a call's is granted."""
+    """Fields that are accepted and ignored, whatever their value."""
     names = (*WISHES, "seed", "top_k", "min_p", "repetition_penalty")
     return {} if bounds.samples else dict.fromkeys(names)
 
@@ -325,16 +328,20 @@ def _check_known(kind: Kind, name: str, value: Any, bounds: Bounds) -> None:
     )
 
 
-def _prompts(given: Mapping[str, Any], most: int) -> tuple[str | tuple[int, ...], ...]:
+def _prompts(fields: Mapping[str, Any], most: int) -> tuple[str | tuple[int, ...], ...]:
     """A text, texts, token ids, or lists of them: at most so many prompts."""
-    found = given.get("prompt")
-    many: list[Any] = found if isinstance(found, list) and not _is_ids(found) else [found]
-    if found is None or not many or not all(isinstance(one, str) or _is_ids(one) for one in many):
+    value = fields.get("prompt")
+    many: list[Any] = value if isinstance(value, list) and not _is_ids(value) else [value]
+    if (
+        value is None
+        or not many
+        or not all(isinstance(prompt, str) or _is_ids(prompt) for prompt in many)
+    ):
         raise bad(
             "prompt",
             "'prompt' must be a text, a list of texts, token ids, or a list of token id lists;"
-            f" found {shown(found)}; give at least one, none of them empty",
-            "missing_required_parameter" if found is None else "invalid_value",
+            f" found {shown(value)}; give at least one, none of them empty",
+            "missing_required_parameter" if value is None else "invalid_value",
         )
     if len(many) > most:
         raise bad(
@@ -342,45 +349,47 @@ def _prompts(given: Mapping[str, Any], most: int) -> tuple[str | tuple[int, ...]
             f"'prompt' has too many prompts for this n; found {len(many)} of at most {most}; send"
             " less",
         )
-    return tuple(one if isinstance(one, str) else tuple(one) for one in many)
+    return tuple(prompt if isinstance(prompt, str) else tuple(prompt) for prompt in many)
 
 
 def _is_ids(value: Any) -> bool:
     return (
         isinstance(value, list)
         and bool(value)
-        and all(type(one) is int and one >= 0 for one in value)
+        and all(type(token) is int and token >= 0 for token in value)
     )
 
 
-def _messages(given: Mapping[str, Any], bounds: Bounds) -> tuple[Mapping[str, Any], ...]:
-    found = given.get("messages")
+def _messages(fields: Mapping[str, Any], bounds: Bounds) -> tuple[Mapping[str, Any], ...]:
+    messages = fields.get("messages")
     if (
-        not isinstance(found, list)
-        or not found
-        or not all(isinstance(message, dict) for message in found)
+        not isinstance(messages, list)
+        or not messages
+        or not all(isinstance(message, dict) for message in messages)
     ):
         raise bad(
             "messages",
-            f'\'messages\' must be a list of {{"role", "content"}}; found {shown(found)}; give at'
+            f'\'messages\' must be a list of {{"role", "content"}}; found {shown(messages)}; give'
+            " at"
             " least one",
-            "missing_required_parameter" if found is None else "invalid_value",
+            "missing_required_parameter" if messages is None else "invalid_value",
         )
-    if len(found) > bounds.messages:
+    if len(messages) > bounds.messages:
         raise bad(
             "messages",
-            f"'messages' is too long; found {len(found)} of at most {bounds.messages}; send fewer",
+            f"'messages' is too long; found {len(messages)} of at most {bounds.messages}; send"
+            " fewer",
         )
-    return tuple(_message(place, message, bounds.values) for place, message in enumerate(found))
+    return tuple(_message(place, message, bounds.values) for place, message in enumerate(messages))
 
 
 def _begun(
-    given: Mapping[str, Any], messages: tuple[Mapping[str, Any], ...]
+    fields: Mapping[str, Any], messages: tuple[Mapping[str, Any], ...]
 ) -> tuple[tuple[Mapping[str, Any], ...], str]:
-    """Messages, and what the assistant has begun to say behind them, where it is to go on."""
+    """The messages, and the text of a last assistant message that the policy is to continue."""
     goes_on, opens = (
-        flag_of(given, "continue_final_message"),
-        given.get("add_generation_prompt", True),
+        flag_of(fields, "continue_final_message"),
+        fields.get("add_generation_prompt", True),
     )
     last = messages[-1]
     if not goes_on and opens is not True:
@@ -404,19 +413,19 @@ def _message(place: int, message: Mapping[str, Any], values: int) -> Mapping[str
     calls as objects.
     """
     where = f"messages[{place}]"
-    made = {name: value for name, value in message.items() if value is not None}
-    if not isinstance(made.get("role"), str):
+    cleaned = {name: value for name, value in message.items() if value is not None}
+    if not isinstance(cleaned.get("role"), str):
         raise bad(
             f"{where}.role",
             f'\'{where}\' needs a role; found {shown(message)}; add "role": "user", say',
         )
-    made["content"] = _content(f"{where}.content", made.get("content", ""))
-    if "tool_calls" in made:
-        made["tool_calls"] = [
+    cleaned["content"] = _content(f"{where}.content", cleaned.get("content", ""))
+    if "tool_calls" in cleaned:
+        cleaned["tool_calls"] = [
             _tool_call(f"{where}.tool_calls", call, values)
-            for call in list_of(where, made["tool_calls"])
+            for call in list_of(where, cleaned["tool_calls"])
         ]
-    return made
+    return cleaned
 
 
 def _content(where: str, content: Any) -> str:
@@ -454,19 +463,19 @@ def _tool_call(where: str, call: Any, values: int) -> Any:
     return {**call, "function": {**function, "arguments": arguments}}
 
 
-def _tools(given: Mapping[str, Any]) -> tuple[Mapping[str, Any], ...]:
-    found = list_of("tools", given.get("tools", []))
-    if not all(isinstance(tool, dict) for tool in found):
-        raise bad("tools", f"'tools' must be a list of objects; found {shown(found)}; mend it")
-    return () if given.get("tool_choice") == "none" else tuple(found)
+def _tools(fields: Mapping[str, Any]) -> tuple[Mapping[str, Any], ...]:
+    tools = list_of("tools", fields.get("tools", []))
+    if not all(isinstance(tool, dict) for tool in tools):
+        raise bad("tools", f"'tools' must be a list of objects; found {shown(tools)}; mend it")
+    return () if fields.get("tool_choice") == "none" else tuple(tools)
 
 
-def _must_call(given: Mapping[str, Any]) -> tuple[str, ...]:
-    """Names of tools of which one has to be called, as `tool_choice` says."""
-    choice = given.get("tool_choice", "auto")
+def _must_call(fields: Mapping[str, Any]) -> tuple[str, ...]:
+    """Names of tools of which `tool_choice` demands a call."""
+    choice = fields.get("tool_choice", "auto")
     if choice in ("auto", "none"):
         return ()
-    names = [name for name in map(_function_name, _tools(given)) if name is not None]
+    names = [name for name in map(_function_name, _tools(fields)) if name is not None]
     if names and choice == "required":
         return tuple(dict.fromkeys(names))
     if (
@@ -488,29 +497,31 @@ def _function_name(named: Mapping[str, Any]) -> str | None:
     return name if isinstance(name, str) else None
 
 
-def _max_tokens(kind: Kind, given: Mapping[str, Any]) -> int | None:
-    """16 for a completion that does not say, as OpenAI has it; a chat may fill the context."""
-    asked = {name: given[name] for name in ("max_completion_tokens", "max_tokens") if name in given}
-    if len(set(map(str, asked.values()))) > 1:
+def _max_tokens(kind: Kind, fields: Mapping[str, Any]) -> int | None:
+    """The default is 16 for a completion, as in OpenAI's API; a chat may fill the context."""
+    limits = {
+        name: fields[name] for name in ("max_completion_tokens", "max_tokens") if name in fields
+    }
+    if len(set(map(str, limits.values()))) > 1:
         raise bad(
             "max_tokens",
-            f"'max_tokens' and 'max_completion_tokens' differ; found {shown(asked)}; send one of"
+            f"'max_tokens' and 'max_completion_tokens' differ; found {shown(limits)}; send one of"
             " them",
         )
-    for name in asked:
-        return int(whole_of(given, name, 0, least=1, most=MOST_TOKENS))
+    for name in limits:
+        return int(whole_of(fields, name, 0, least=1, most=MOST_TOKENS))
     return 16 if kind == "completion" else None
 
 
-def _logprobs(kind: Kind, given: Mapping[str, Any]) -> bool:
+def _logprobs(kind: Kind, fields: Mapping[str, Any]) -> bool:
     """Whether each sampled token's log-probability is asked for."""
-    return "logprobs" in given if kind == "completion" else flag_of(given, "logprobs")
+    return "logprobs" in fields if kind == "completion" else flag_of(fields, "logprobs")
 
 
-def _alternatives(kind: Kind, given: Mapping[str, Any]) -> int:
+def _alternatives(kind: Kind, fields: Mapping[str, Any]) -> int:
     most = "top_logprobs" if kind == "chat" else "logprobs"
-    count = int(whole_of(given, most, 0, least=0, most=MOST_ALTERNATIVES))
-    if count and kind == "chat" and not given.get("logprobs"):
+    count = int(whole_of(fields, most, 0, least=0, most=MOST_ALTERNATIVES))
+    if count and kind == "chat" and not fields.get("logprobs"):
         raise bad(
             most,
             f"'{most}' needs log-probabilities; found {count} without them; send logprobs=true",
@@ -518,13 +529,13 @@ def _alternatives(kind: Kind, given: Mapping[str, Any]) -> int:
     return count
 
 
-def _stop(given: Mapping[str, Any], bounds: Bounds) -> tuple[str, ...]:
-    found = given.get("stop", [])
-    texts = [found] if isinstance(found, str) else found
+def _stop(fields: Mapping[str, Any], bounds: Bounds) -> tuple[str, ...]:
+    stop = fields.get("stop", [])
+    texts = [stop] if isinstance(stop, str) else stop
     if not isinstance(texts, list) or not all(isinstance(text, str) and text for text in texts):
         raise bad(
             "stop",
-            f"'stop' must be a text or a list of texts, none empty; found {shown(found)}; mend it",
+            f"'stop' must be a text or a list of texts, none empty; found {shown(stop)}; mend it",
         )
     longest = max(map(len, texts), default=0)
     if len(texts) > bounds.stops or longest > bounds.stop_characters:
@@ -536,12 +547,12 @@ def _stop(given: Mapping[str, Any], bounds: Bounds) -> tuple[str, ...]:
     return tuple(dict.fromkeys(texts))
 
 
-def _stop_tokens(given: Mapping[str, Any], bounds: Bounds) -> tuple[int, ...]:
-    stops = given.get("stop_token_ids", [])
+def _stop_tokens(fields: Mapping[str, Any], bounds: Bounds) -> tuple[int, ...]:
+    stops = fields.get("stop_token_ids", [])
     if (
         not isinstance(stops, list)
         or len(stops) > bounds.stops
-        or not all(type(one) is int for one in stops)
+        or not all(type(token) is int for token in stops)
     ):
         raise bad(
             "stop_token_ids",
@@ -550,15 +561,15 @@ def _stop_tokens(given: Mapping[str, Any], bounds: Bounds) -> tuple[int, ...]:
     return tuple(stops)
 
 
-def _include_usage(given: Mapping[str, Any]) -> bool:
-    options = given.get("stream_options", {})
-    known = {"include_usage", "include_obfuscation"}
-    if not isinstance(options, dict) or not set(options) <= known:
+def _include_usage(fields: Mapping[str, Any]) -> bool:
+    options = fields.get("stream_options", {})
+    names = {"include_usage", "include_obfuscation"}
+    if not isinstance(options, dict) or not set(options) <= names:
         raise bad(
             "stream_options",
-            f"'stream_options' knows {sorted(known)}; found {shown(options)}; mend it",
+            f"'stream_options' knows {sorted(names)}; found {shown(options)}; mend it",
         )
-    if options and not given.get("stream"):
+    if options and not fields.get("stream"):
         raise bad(
             "stream_options",
             "'stream_options' needs a stream; found stream unset; send stream=true",

@@ -64,8 +64,8 @@ class Chunks:
             if choice.finish_reason is not None and not sent.ended:
                 sent.ended = True
                 if calls := (choice.message or {}).get("tool_calls"):
-                    told = [{"index": at, **each} for at, each in enumerate(calls)]
-                    yield self._chunk({**self._delta(choice, ""), "delta": {"tool_calls": told}})
+                    indexed = [{"index": at, **call} for at, call in enumerate(calls)]
+                    yield self._chunk({**self._delta(choice, ""), "delta": {"tool_calls": indexed}})
                 yield self._chunk(
                     {**self._delta(choice, ""), "finish_reason": choice.finish_reason}
                 )
@@ -77,13 +77,13 @@ class Chunks:
 
     def _opening(self, choice: Choice) -> Iterator[dict[str, Any]]:
         asks, chat = self._call.request.return_token_ids, self._call.request.kind == "chat"
-        made = self._delta(choice, "")
+        part = self._delta(choice, "")
         if chat:
-            made["delta"] = {"role": "assistant", "content": ""}
+            part["delta"] = {"role": "assistant", "content": ""}
         elif asks:
-            made["prompt_token_ids"] = _prompt_of(self._call, choice)
+            part["prompt_token_ids"] = _prompt_of(self._call, choice)
         if chat or asks:
-            chunk = self._chunk(made)
+            chunk = self._chunk(part)
             if chat and asks:
                 chunk["prompt_token_ids"] = _prompt_of(self._call, choice)
             yield chunk
@@ -95,13 +95,13 @@ class Chunks:
         counts = request.logprobs or request.return_token_ids
         if not text and not (counts and drawn > sent.tokens):
             return
-        made = self._delta(choice, text)
+        part = self._delta(choice, text)
         if request.logprobs:
-            made["logprobs"] = _logprobs(request.kind, choice, self._vocabulary, sent.tokens)
+            part["logprobs"] = _logprobs(request.kind, choice, self._vocabulary, sent.tokens)
         if request.return_token_ids:
-            made["token_ids"] = choice.tokens.ids[sent.tokens :].tolist()
+            part["token_ids"] = choice.tokens.ids[sent.tokens :].tolist()
         sent.characters, sent.tokens = sent.characters + len(text), drawn
-        yield self._chunk(made)
+        yield self._chunk(part)
 
     def _delta(self, choice: Choice, text: str) -> dict[str, Any]:
         grown = (
@@ -129,21 +129,21 @@ def _head(call: ServedCall, *, chunk: bool) -> dict[str, Any]:
 
 def _whole_choice(call: ServedCall, choice: Choice, vocabulary: Vocabulary) -> dict[str, Any]:
     request, text = call.request, choice.transcript.text
-    made: dict[str, Any] = {"index": choice.index}
+    body: dict[str, Any] = {"index": choice.index}
     if request.kind == "chat":
         message = choice.message or {"content": text}
         calls = {"tool_calls": message["tool_calls"]} if "tool_calls" in message else {}
         content = None if calls and not message["content"] else message["content"]
-        made["message"] = {"role": "assistant", "content": content, "refusal": None, **calls}
+        body["message"] = {"role": "assistant", "content": content, "refusal": None, **calls}
     else:
-        made["text"] = text
-    made["logprobs"] = _logprobs(request.kind, choice, vocabulary, 0) if request.logprobs else None
-    made["finish_reason"] = choice.finish_reason
+        body["text"] = text
+    body["logprobs"] = _logprobs(request.kind, choice, vocabulary, 0) if request.logprobs else None
+    body["finish_reason"] = choice.finish_reason
     if request.return_token_ids:
-        made["token_ids"] = choice.tokens.ids.tolist()
+        body["token_ids"] = choice.tokens.ids.tolist()
         if request.kind == "completion":
-            made["prompt_token_ids"] = _prompt_of(call, choice)
-    return made
+            body["prompt_token_ids"] = _prompt_of(call, choice)
+    return body
 
 
 def _prompt_of(call: ServedCall, choice: Choice) -> list[int]:
@@ -156,16 +156,16 @@ def _logprobs(kind: str, choice: Choice, vocabulary: Vocabulary, since: int) -> 
     ids, values = sampled.ids.tolist(), [float(value) for value in sampled.logprobs]
     pieces = [vocabulary.decode([token], special=True) for token in ids]
     likeliest = [
-        [(token, vocabulary.decode([token], special=True), value) for token, value in found]
-        for found in choice.alternatives[since:]
+        [(token, vocabulary.decode([token], special=True), value) for token, value in alternatives]
+        for alternatives in choice.alternatives[since:]
     ] or [[] for _ in ids]
     if kind == "chat":
         content = [
             {
                 **_entry(text, value),
-                "top_logprobs": [_entry(name, share) for _, name, share in others],
+                "top_logprobs": [_entry(name, share) for _, name, share in alternatives],
             }
-            for text, value, others in zip(pieces, values, likeliest, strict=True)
+            for text, value, alternatives in zip(pieces, values, likeliest, strict=True)
         ]
         return {"content": content, "refusal": None}
     places = range(since, since + len(ids))
@@ -177,7 +177,9 @@ def _logprobs(kind: str, choice: Choice, vocabulary: Vocabulary, since: int) -> 
     return {
         "tokens": pieces,
         "token_logprobs": values,
-        "top_logprobs": [_by_text(found) for found in likeliest] if choice.alternatives else None,
+        "top_logprobs": [_by_text(alternatives) for alternatives in likeliest]
+        if choice.alternatives
+        else None,
         "text_offset": [last if offset is None else offset for offset in offsets],
     }
 
@@ -186,10 +188,10 @@ def _by_text(likeliest: Sequence[tuple[int, str, float]]) -> dict[str, float]:
     """By text; a token whose text is a part of a character, or that of a likelier one, by its
     id.
     """
-    made: dict[str, float] = {}
+    by_text: dict[str, float] = {}
     for token, text, value in likeliest:
-        made[f"token_id:{token}" if text in made or "\ufffd" in text else text] = value
-    return made
+        by_text[f"token_id:{token}" if text in by_text or "\ufffd" in text else text] = value
+    return by_text
 
 
 def _entry(text: str, value: float) -> dict[str, Any]:

@@ -94,9 +94,9 @@ class GroupIds:
 def rows_of(group: CallGroup, completions: Sequence[Completion]) -> pa.RecordBatch:
     """One row for each rollout of the group, with COLUMNS."""
     size, prompt = group.size, RolloutTokens.given(np.array(group.prompt_tokens))
-    rollouts = [RolloutTokens.joined([prompt, one.tokens]) for one in completions]
+    rollouts = [RolloutTokens.joined([prompt, completion.tokens]) for completion in completions]
     offsets = np.concatenate([[0], np.cumsum([len(tokens) for tokens in rollouts])])
-    made: dict[str, Any] = RolloutTokens.joined(rollouts).columns(offsets) | {
+    columns: dict[str, Any] = RolloutTokens.joined(rollouts).columns(offsets) | {
         records.GROUP_ID: [group.group_id] * size,
         records.PROMPT_ID: [prompt_id(group.prompt)] * size,
         records.PROMPT: [group.prompt] * size,
@@ -105,9 +105,9 @@ def rows_of(group: CallGroup, completions: Sequence[Completion]) -> pa.RecordBat
         records.ROUND_SIZE: [0] * size,
         records.ROLLOUT_ID: [group.rollout_id(position) for position in range(size)],
         records.POSITION: list(range(size)),
-        records.COMPLETION: [one.text for one in completions],
-        records.FINISH_REASON: [one.finish_reason for one in completions],
-        records.ERROR: [one.error for one in completions],
+        records.COMPLETION: [completion.text for completion in completions],
+        records.FINISH_REASON: [completion.finish_reason for completion in completions],
+        records.ERROR: [completion.error for completion in completions],
         SESSION_ID: [group.session] * size,
         REQUEST_ID: [group.request_id] * size,
         CREATED: [group.created_ms] * size,
@@ -118,7 +118,7 @@ def rows_of(group: CallGroup, completions: Sequence[Completion]) -> pa.RecordBat
         PARAMETERS: [json.dumps(group.parameters, ensure_ascii=False)] * size,
     }
     return pa.record_batch(
-        [pa.array(made[name], kind) for name, kind in COLUMNS.items()], records.schema(COLUMNS)
+        [pa.array(columns[name], kind) for name, kind in COLUMNS.items()], records.schema(COLUMNS)
     )
 
 

@@ -111,8 +111,8 @@ def make_service(
 async def attend(
     server: uvicorn.Server, service: Service, listener: socket.socket, *, grace_s: float
 ) -> None:
-    """Run a uvicorn server until it is told to exit; calls that are not over `grace_s` later are
-    ended and say so.
+    """Run a uvicorn server until it is told to exit; calls that still run `grace_s` later end with
+    an error.
     """
     serving = asyncio.create_task(server.serve(sockets=[listener]))
     while not server.should_exit and not serving.done():

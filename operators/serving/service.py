@@ -175,13 +175,13 @@ class Service:
             )
 
     def forget(self, session: str) -> None:
-        """Nothing goes on from what was said in a session any more."""
+        """Forget a session's exchanges; later calls start afresh."""
         self._exchanges.forget(session)
         if self._sessions is not None:
             self._sessions.forget(session)
 
     def end(self, call: ServedCall, why: str) -> None:
-        """Give up what is left of a call; its rows say why."""
+        """Cancel the rest of a call; its rows say why."""
         for part in call.parts:
             if part.work is not None and not part.is_over:
                 self.thread.cancel(part.work, why)
@@ -198,8 +198,8 @@ class Service:
     def _sessions_of(
         self, tokenizer: Any, options: Mapping[str, Any], past: Past, most: int
     ) -> Sessions | None:
-        """None where the chat template has no delimiters that could be told: its chats go on by
-        their text.
+        """None where the chat template has no recognisable delimiters: its chats continue by their
+        text.
         """
         try:
             return Sessions(ChatFormat(tokenizer, **options), past=past, most=most)
@@ -232,20 +232,20 @@ class Service:
                 raise bad("messages", str(error)) from error
             encoded = replace(encoded, tokens=(*encoded.tokens, *begun))
             return [AskedPrompt(shown, None, encoded, conversation, begun)]
-        found = []
+        asked_prompts = []
         for prompt in request.prompts:
             if isinstance(prompt, str):
                 self._check_size("prompt", prompt)
                 encoded = encode(
                     self.vocabulary, self._exchanges, prompt, session=session, chat=False
                 )
-                found.append(AskedPrompt(prompt, prompt, encoded))
+                asked_prompts.append(AskedPrompt(prompt, prompt, encoded))
             else:
                 self._check_tokens("prompt", prompt)
-                found.append(
+                asked_prompts.append(
                     AskedPrompt(self.vocabulary.decode(prompt, special=True), None, Encoded(prompt))
                 )
-        return found
+        return asked_prompts
 
     def _begun(self, must_call: Sequence[str]) -> tuple[int, ...]:
         """Tokens that a turn is made to begin with in which one of these tools has to be called.
@@ -356,17 +356,19 @@ class Service:
         """
         room = self.thread.engine.context_tokens
         for part in call.parts:
-            size, wanted = len(part.group.prompt_tokens), call.request.max_tokens or 1
-            if size + wanted > room:
+            size, most_new = len(part.group.prompt_tokens), call.request.max_tokens or 1
+            if size + most_new > room:
                 error = too_long(
-                    f"the prompt is too long: it has {size} tokens and {wanted} are to be written,"
+                    f"the prompt is too long: it has {size} tokens and {most_new} are to be"
+                    " written,"
                     f" but the context has room for {room}; shorten it, or lower max_tokens",
                     "messages" if call.request.kind == "chat" else "prompt",
                 )
-                for other in call.parts:
-                    for position in range(other.group.size):
+                for call_part in call.parts:
+                    for position in range(call_part.group.size):
                         call.hear(
-                            other, News(position, RolloutTokens.joined(()), ABORTED, error.message)
+                            call_part,
+                            News(position, RolloutTokens.joined(()), ABORTED, error.message),
                         )
                 raise error
 
@@ -413,7 +415,7 @@ class Service:
 
 @contextlib.contextmanager
 def _refused() -> Iterator[None]:
-    """What the engine's thread says to a call that it does not take, as a caller hears it."""
+    """The engine thread's refusal of a call, as an error for the caller."""
     try:
         yield
     except Overloaded as error:
@@ -422,13 +424,13 @@ def _refused() -> Iterator[None]:
         raise ApiError(503, str(error), code="shutting_down") from error
 
 
-def _seed(asked: int | None, place: int, position: int) -> int:
+def _seed(seed: int | None, place: int, position: int) -> int:
     """A rollout's seed, int64: the same for the same call where one was asked for, else by
     chance.
     """
-    if asked is None:
+    if seed is None:
         return secrets.randbits(63)
-    return xxhash.xxh3_64_intdigest(f"{asked}/{place}/{position}".encode()) - (1 << 63)
+    return xxhash.xxh3_64_intdigest(f"{seed}/{place}/{position}".encode()) - (1 << 63)
 
 
 def _first_call(prompt: Sequence[int], index: int) -> int:

@@ -58,24 +58,24 @@ class Sessions:
         options: of the chat template. begins: what the next turn is made to begin with.
         """
         form = self.form.given(options or {})
-        found, count = self._latest(session, messages, tools, form.options)
-        if found is None:
+        exchange, count = self._latest(session, messages, tools, form.options)
+        if exchange is None:
             conversation = Conversation(
                 form, messages, tools=tools, past=self._past, continues=False
             )
             conversation.begin(begins)
             return conversation, Encoded(tuple(conversation.prompt().tolist()))
-        conversation = found.conversation.fork()
+        conversation = exchange.conversation.fork()
         if any(message.get("role") == "assistant" for message in messages[count:]):
             conversation.rewrite(messages)
         else:
             conversation.hear(*messages[count:])
         conversation.begin(begins)
         ids = tuple(conversation.prompt().tolist())
-        size = len(found.ids)
-        if ids[:size] != found.ids:
+        size = len(exchange.ids)
+        if ids[:size] != exchange.ids:
             return conversation, Encoded(ids)
-        return conversation, Encoded(ids, found.rollout_id, size)
+        return conversation, Encoded(ids, exchange.rollout_id, size)
 
     def add(
         self, session: str | None, conversation: Conversation, ids: Sequence[int], rollout_id: int
@@ -136,7 +136,7 @@ def _keys(
 
 
 def _plain(message: Message) -> Any:
-    """What of a message tells it from others, however a client sends it back."""
+    """The parts of a message that identify it, however a client sends it back."""
     calls = [_plain_call(call) for call in message.get("tool_calls") or ()]
     names = {"role", "tool_call_id"} | (
         set() if message.get("role") in ("assistant", "tool") else {"name"}

@@ -79,11 +79,11 @@ class RolloutLog:
 
     def _write(self, piece: pa.Buffer) -> None:
         end = os.lseek(self._handle, 0, os.SEEK_CUR)
-        left = memoryview(piece)
+        unwritten = memoryview(piece)
         with disk("appending to", self.path):
             try:
-                while left:
-                    left = left[os.write(self._handle, left) :]
+                while unwritten:
+                    unwritten = unwritten[os.write(self._handle, unwritten) :]
             except OSError:
                 os.ftruncate(self._handle, end)
                 os.lseek(self._handle, end, os.SEEK_SET)
@@ -103,17 +103,18 @@ def read_rollouts(path: str | Path) -> pa.Table:
 
 def _batches(source: pa.NativeFile, path: Path) -> Iterator[tuple[pa.RecordBatch | None, int]]:
     """Each whole batch and where it ends; first None and where the schema ends."""
-    wanted = schema(COLUMNS)
+    expected = schema(COLUMNS)
     messages = pa.ipc.MessageReader.open_stream(source)
     try:
-        found = pa.ipc.read_schema(messages.read_next_message())
+        actual = pa.ipc.read_schema(messages.read_next_message())
     except (StopIteration, OSError, pa.ArrowInvalid) as error:
         raise RunError(
             f"{path} is no stream of rollouts; found no Arrow schema in it; name another file"
         ) from error
-    if not found.equals(wanted):
+    if not actual.equals(expected):
         raise RunError(
-            f"{path} has other columns; found {found.names}, not {wanted.names}; name another file"
+            f"{path} has other columns; found {actual.names}, not {expected.names}; name another"
+            " file"
         )
     yield None, source.tell()
     while True:
@@ -121,4 +122,4 @@ def _batches(source: pa.NativeFile, path: Path) -> Iterator[tuple[pa.RecordBatch
             message = messages.read_next_message()
         except (StopIteration, OSError, pa.ArrowInvalid):
             return
-        yield pa.ipc.read_record_batch(message, wanted), source.tell()
+        yield pa.ipc.read_record_batch(message, expected), source.tell()

@@ -36,7 +36,7 @@ class Vocabulary:
         """Text of tokens, without special tokens unless asked for (or shown)."""
         if self._shown and not special:
             tokens, special = (
-                [each for each in tokens if each not in self._hidden or each in self._shown],
+                [token for token in tokens if token not in self._hidden or token in self._shown],
                 True,
             )
         return self.tokenizer.decode(  # type: ignore[no-any-return]

@@ -108,16 +108,16 @@ class DemonstrationRuntime(Runtime):
             )
             for row, (group_id, min_version) in enumerate(zip(ids, versions, strict=True))
         ]
-        for group, found in zip(groups, self._demonstrated(batch), strict=True):
-            if isinstance(found, str):
-                group.fail(found)
+        for group, demonstration in zip(groups, self._demonstrated(batch), strict=True):
+            if isinstance(demonstration, str):
+                group.fail(demonstration)
             else:
-                group.rows = [found]
-        made = rollouts(groups, self._tokenizer, frozenset(self._end[-1:]))
-        made = made.drop_columns([TEMPERATURE])  # none was sampled
+                group.rows = [demonstration]
+        records = rollouts(groups, self._tokenizer, frozenset(self._end[-1:]))
+        records = records.drop_columns([TEMPERATURE])  # none was sampled
         for group in groups:
             batch.release(group.group_id)
-        return [Batch(batch.source, made)]
+        return [Batch(batch.source, records)]
 
     def _end_of_turn(self) -> list[int]:
         """Tokens that end a turn in the chat template, where prompts are chats and it can be

@@ -42,9 +42,9 @@ class HubData:
         >>> HubData.named("what is 2+2?")
         """
         if source.startswith(PREFIX):
-            found = _NAMED.fullmatch(source, len(PREFIX))
-            return found and cls(
-                found["name"], config or found["config"], split or found["split"], True
+            match = _NAMED.fullmatch(source, len(PREFIX))
+            return match and cls(
+                match["name"], config or match["config"], split or match["split"], True
             )
         return cls(source, config, split, False) if _ID.fullmatch(source) else None
 
@@ -69,12 +69,12 @@ class HubData:
         except ImportError as error:
             raise RecordError(_no_library(self.name)) from error
         try:
-            which = (
+            chosen = (
                 self._configured(datasets.get_dataset_config_names(self.name))
                 if self.chooses
                 else self
             )
-            found = datasets.load_dataset(which.name, which.config)
+            dataset = datasets.load_dataset(chosen.name, chosen.config)
         except RecordError:
             raise
         except Exception as error:
@@ -83,10 +83,10 @@ class HubData:
                 f" set ({type(error).__name__}: {error}); check the id, the configuration"
                 f" ({PREFIX}{self.name}/CONFIG), and the connection"
             ) from error
-        if isinstance(found, Mapping):
-            split = self.split or ("train" if self.chooses and "train" in found else None)
-            return cast(Iterable[Any], found[one_split(self.name, list(found), split)])
-        return cast(Iterable[Any], found)
+        if isinstance(dataset, Mapping):
+            split = self.split or ("train" if self.chooses and "train" in dataset else None)
+            return cast(Iterable[Any], dataset[one_split(self.name, list(dataset), split)])
+        return cast(Iterable[Any], dataset)
 
     def _configured(self, names: Sequence[str]) -> "HubData":
         if self.config is not None or not names:

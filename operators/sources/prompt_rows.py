@@ -68,8 +68,8 @@ class Report:
 
     def add(self, kind: str, place: str, count: int = 1) -> None:
         """Count bad rows."""
-        known, first = self.bad.get(kind, (0, place))
-        self.bad[kind] = (known + count, first)
+        total, first = self.bad.get(kind, (0, place))
+        self.bad[kind] = (total + count, first)
 
 
 @dataclass(frozen=True)
@@ -83,28 +83,30 @@ class MadePrompt:
 
 
 def sample_columns(
-    found: Iterable[FoundRow], recipe: Recipe
+    source_rows: Iterable[FoundRow], recipe: Recipe
 ) -> tuple[dict[str, pa.DataType], list[Fault]]:
     """Types of the user's columns in the first prompts; the faults of these rows if none gave a
     prompt.
     """
     rows: list[MadePrompt] = []
     faults: list[Fault] = []
-    for each in itertools.islice(found, _SAMPLE_ROWS):
-        for made in prompts_of(each, recipe, {}):
-            if isinstance(made, MadePrompt):
-                rows.append(made)
+    for row in itertools.islice(source_rows, _SAMPLE_ROWS):
+        for prompt in prompts_of(row, recipe, {}):
+            if isinstance(prompt, MadePrompt):
+                rows.append(prompt)
             else:
-                faults.append(made)
+                faults.append(prompt)
         if len(rows) >= _SAMPLE_PROMPTS:
             break
-    columns = list(zip(*(made.values for made in rows), strict=True)) or [()] * len(recipe.columns)
+    columns = list(zip(*(prompt.values for prompt in rows), strict=True)) or [()] * len(
+        recipe.columns
+    )
     types = {name: _type_of(values) for name, values in zip(recipe.columns, columns, strict=True)}
     return types, [] if rows else faults
 
 
 def load(
-    found: Iterable[FoundRow], recipe: Recipe, types: Columns, selection: Selection
+    source_rows: Iterable[FoundRow], recipe: Recipe, types: Columns, selection: Selection
 ) -> tuple[pa.Table, Report]:
     """All prompts as a table (prompt_id, prompt, the user's columns), and what was left out.
 
@@ -117,12 +119,14 @@ def load(
         *((name, types[name]) for name in recipe.columns),
     ]
     schema = pa.schema(fields)
-    wanted = None if selection.limit is None else selection.start + selection.limit
-    prompts = itertools.islice(_good(found, recipe, types, selection, report), wanted)
+    most = None if selection.limit is None else selection.start + selection.limit
+    prompts = itertools.islice(_good(source_rows, recipe, types, selection, report), most)
     batches = []
     while chunk := list(itertools.islice(prompts, _ROWS_AT_ONCE)):
-        columns = [[made.id for made in chunk], [made.prompt for made in chunk]]
-        columns += [list(values) for values in zip(*(made.values for made in chunk), strict=True)]
+        columns = [[prompt.id for prompt in chunk], [prompt.prompt for prompt in chunk]]
+        columns += [
+            list(values) for values in zip(*(prompt.values for prompt in chunk), strict=True)
+        ]
         arrays = [
             pa.array(values, kind) for values, kind in zip(columns, schema.types, strict=True)
         ]
@@ -136,16 +140,18 @@ def load(
     return table, report
 
 
-def prompts_of(found: FoundRow, recipe: Recipe, types: Columns) -> Iterator[MadePrompt | Fault]:
+def prompts_of(
+    source_row: FoundRow, recipe: Recipe, types: Columns
+) -> Iterator[MadePrompt | Fault]:
     """The prompts of a row, or what is wrong with it."""
-    if found.fault is not None:
-        yield found.fault
+    if source_row.fault is not None:
+        yield source_row.fault
         return
     if recipe.make is None:
-        yield _made(found.row, str(found.number), recipe, types)
+        yield _made(source_row.row, str(source_row.number), recipe, types)
         return
     try:
-        results = recipe.make(found.row)
+        results = recipe.make(source_row.row)
         is_many = not isinstance(results, str | Mapping | None)
         results = list(results) if is_many else [] if results is None else [results]
     except Exception as error:
@@ -154,27 +160,31 @@ def prompts_of(found: FoundRow, recipe: Recipe, types: Columns) -> Iterator[Made
     for number, row in enumerate(results):
         yield _made(
             row,
-            f"{found.number}.{number}" if is_many else str(found.number),
+            f"{source_row.number}.{number}" if is_many else str(source_row.number),
             recipe,
             types,
-            found.row,
+            source_row.row,
         )
 
 
 def _good(
-    found: Iterable[FoundRow], recipe: Recipe, types: Columns, selection: Selection, report: Report
+    source_rows: Iterable[FoundRow],
+    recipe: Recipe,
+    types: Columns,
+    selection: Selection,
+    report: Report,
 ) -> Iterator[MadePrompt]:
-    for each in found:
+    for row in source_rows:
         is_empty = True
-        for made in prompts_of(each, recipe, types):
+        for prompt in prompts_of(row, recipe, types):
             is_empty = False
-            if isinstance(made, MadePrompt):
-                yield made
+            if isinstance(prompt, MadePrompt):
+                yield prompt
             elif selection.drops_bad:
-                report.add(made.kind, each.place)
+                report.add(prompt.kind, row.place)
             else:
                 raise RecordError(
-                    f'{each.place} {made.detail}; {made.do}, or Prompts(on_bad="drop")'
+                    f'{row.place} {prompt.detail}; {prompt.do}, or Prompts(on_bad="drop")'
                 )
         report.skipped += is_empty
 
@@ -249,14 +259,14 @@ def _prompt(row: Mapping[str, Any], recipe: Recipe) -> str | Fault:
 
 def _messages(value: Sequence[Any], name: str) -> str | Fault:
     is_chat = bool(value) and all(
-        isinstance(each, Mapping)
-        and isinstance(each.get("role"), str)
-        and (each.get("content") is not None or each.get("tool_calls"))
-        for each in value
+        isinstance(message, Mapping)
+        and isinstance(message.get("role"), str)
+        and (message.get("content") is not None or message.get("tool_calls"))
+        for message in value
     )
     if is_chat:
         try:
-            text = json.dumps([_filled(each) for each in value], ensure_ascii=False)
+            text = json.dumps([_filled(message) for message in value], ensure_ascii=False)
             text.encode()
             return text
         except (TypeError, ValueError):
@@ -280,8 +290,8 @@ def _as_json(value: Any) -> str | None:
 
     def without(part: Any) -> Any:
         if isinstance(part, Mapping):
-            return {name: without(each) for name, each in part.items() if each is not None}
-        return [without(each) for each in part] if isinstance(part, list | tuple) else part
+            return {name: without(inner) for name, inner in part.items() if inner is not None}
+        return [without(inner) for inner in part] if isinstance(part, list | tuple) else part
 
     return json.dumps(without(value), ensure_ascii=False, default=str)
 
@@ -338,7 +348,7 @@ def _value(row: Mapping[str, Any], name: str, kind: pa.DataType | None) -> Any:
 
 
 def _is_finite(value: Any) -> bool:
-    """Whether every fraction in it is: NaN is how much else says that there is none."""
+    """Whether every fraction in it is finite: elsewhere NaN stands for a missing one."""
     if isinstance(value, float):
         return math.isfinite(value)
     inner = (
@@ -361,11 +371,13 @@ def _is_kind(value: Any, kind: pa.DataType) -> bool:
     if pa.types.is_struct(kind):  # Arrow leaves keys out that the type does not have
         fields = {field.name: field.type for field in kind}
         return isinstance(value, Mapping) and all(
-            key in fields and (each is None or _is_kind(each, fields[key]))
-            for key, each in value.items()
+            key in fields and (element is None or _is_kind(element, fields[key]))
+            for key, element in value.items()
         )
     if pa.types.is_list(kind) and pa.types.is_struct(kind.value_type):
-        return isinstance(value, list) and all(_is_kind(each, kind.value_type) for each in value)
+        return isinstance(value, list) and all(
+            _is_kind(element, kind.value_type) for element in value
+        )
     if pa.types.is_floating(kind) and isinstance(value, float):
         return True
     if pa.types.is_integer(kind) and not isinstance(value, int):

@@ -113,9 +113,9 @@ class PromptRuntime(Runtime):
         return len(self._rounds) * len(self._table) - self._at
 
     def tell(self, message: Mapping[str, Any]) -> None:
-        """{"evaluate": step}: a round, once however often it is said, but with "again": all of the
-        open one. In both cases unless it is recorded, which whoever says this has not heard;
-        {"dropped": n}: n groups more are needed; {"drain": True}: no more.
+        """{"evaluate": step}: issue a round, once however often it is asked for; with "again", all
+        of the open one. Recorded rounds are skipped. {"dropped": n}: n more groups are needed;
+        {"drain": True}: no more.
         """
         if "evaluate" in message and self._on_demand:
             step, again = int(message["evaluate"]), bool(message.get("again"))
@@ -171,9 +171,7 @@ class PromptRuntime(Runtime):
         return rows
 
     def _round(self, waiting: deque[int]) -> list[Batch]:
-        """The next groups of a round; one that was cut off begins anew, with the numbers that its
-        groups had.
-        """
+        """The next groups of a round; an interrupted round restarts with its groups' numbers."""
         stop = min(self._at + ROWS_AT_ONCE, len(self._table))
         count = stop - self._at
         again = [waiting.popleft() for _ in range(min(len(waiting), count))]
@@ -190,13 +188,13 @@ class PromptRuntime(Runtime):
     ) -> Batch:
         count = len(rows)
         ids = np.asarray(groups, np.int64)
-        taken = self._table.take(pa.array(rows)).combine_chunks()
+        table = self._table.take(pa.array(rows)).combine_chunks()
         names = [
             PROMPT_ID,
             PROMPT,
-            *(name for name in taken.schema.names if name not in (PROMPT_ID, PROMPT)),
+            *(name for name in table.schema.names if name not in (PROMPT_ID, PROMPT)),
         ]
-        columns = {name: _flat(taken.column(name)) for name in names}
+        columns = {name: _flat(table.column(name)) for name in names}
         columns[GROUP_ID] = pa.array(ids)
         for name, value in (
             (GROUP_SIZE, self._group_size),

@@ -265,15 +265,15 @@ class Origin:
             )
         fields: dict[str, pa.Field] = {}
         for field in itertools.chain.from_iterable(
-            each for each in schemas if isinstance(each, pa.Schema)
+            schema for schema in schemas if isinstance(schema, pa.Schema)
         ):
             if self.columns is not None and field.name not in self.columns:
                 continue
             try:
                 both = [
-                    pa.schema([each])
-                    for each in (fields.get(field.name), field)
-                    if each is not None
+                    pa.schema([candidate])
+                    for candidate in (fields.get(field.name), field)
+                    if candidate is not None
                 ]
                 fields[field.name] = pa.unify_schemas(both, promote_options="permissive").field(0)
             except pa.ArrowException as error:
@@ -284,7 +284,7 @@ class Origin:
         return {name: field.type for name, field in fields.items() if _is_nested(field.type)}
 
     def count(self) -> int | None:
-        """Rows, where that is cheap to tell."""
+        """Rows, where counting is cheap."""
         if self.named is None:
             return len(self.source) if isinstance(self.source, Sequence | pa.Table) else None
         if not self.is_here:
@@ -337,17 +337,17 @@ def _files(path: Path, split: str | None) -> list[Path]:
     if "state.json" in names:
         state = json.loads((path / "state.json").read_text())
         return [path / entry["filename"] for entry in state["_data_files"]]
-    found = sorted(
+    paths = sorted(
         file for file in path.rglob("*") if file.is_file() and file.name.endswith(SUFFIXES)
     )
-    files = [file for file in found if file.name not in ("dataset_info.json", "dataset_infos.json")]
+    files = [file for file in paths if file.name not in ("dataset_info.json", "dataset_infos.json")]
     if split is not None:
         words = {file: re.split(r"[^A-Za-z]+", str(file.relative_to(path))) for file in files}
         files = [file for file in files if split in words[file]]
     if not files:
-        wanted = f" of split '{split}'" if split else ""
+        of_split = f" of split '{split}'" if split else ""
         raise RecordError(
-            f"folder '{path}' has no prompts{wanted}: it holds {names[:8]}; give a folder with"
+            f"folder '{path}' has no prompts{of_split}: it holds {names[:8]}; give a folder with"
             f" files ending in {', '.join(SUFFIXES)}, or one that save_to_disk wrote"
         )
     return files
@@ -411,8 +411,8 @@ def _parsed(line: bytes) -> tuple[Any, Fault | None]:
 
 def _parquet(path: Path, columns: tuple[str, ...] | None) -> _Rows:
     with pq.ParquetFile(path) as file:
-        kept = [name for name in file.schema_arrow.names if columns is None or name in columns]
-        batches = file.iter_batches(_ROWS_AT_ONCE, columns=kept or None, use_threads=False)
+        chosen = [name for name in file.schema_arrow.names if columns is None or name in columns]
+        batches = file.iter_batches(_ROWS_AT_ONCE, columns=chosen or None, use_threads=False)
         for number, row in enumerate(itertools.chain.from_iterable(_batch_rows(batches))):
             yield f"row {number} of '{path}'", row, None
 
@@ -485,12 +485,12 @@ def _file_count(path: Path) -> int | None:
 
 def _missing(path: Path) -> str:
     folder = path.expanduser().parent
-    there = sorted(entry.name for entry in folder.iterdir()) if folder.is_dir() else []
-    close = difflib.get_close_matches(path.name, there, n=1)
-    found = (
-        f"folder '{folder}' holds {there[:8]}"
-        if there
+    names = sorted(entry.name for entry in folder.iterdir()) if folder.is_dir() else []
+    close = difflib.get_close_matches(path.name, names, n=1)
+    problem = (
+        f"folder '{folder}' holds {names[:8]}"
+        if names
         else f"there is no folder '{folder}', or it is empty"
     )
     do = f"did you mean '{folder / close[0]}'?" if close else "check the path"
-    return f"Prompts file '{path}' does not exist; {found}; {do}"
+    return f"Prompts file '{path}' does not exist; {problem}; {do}"

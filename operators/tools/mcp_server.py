@@ -50,14 +50,14 @@ class McpServer:
 
     def faults(self) -> Sequence[str]:
         """What cannot be right."""
-        found = []
+        faults = []
         if bool(self.command) == bool(self.url):
-            found.append(
+            faults.append(
                 f"McpServer(command={self.command!r}, url={self.url!r}) is not one server; give a"
                 " command or a url"
             )
         if isinstance(self.command, str):
-            found.append(
+            faults.append(
                 f"McpServer(command={self.command!r}) is one text; give a tuple of a program and"
                 " its arguments"
             )
@@ -69,15 +69,15 @@ class McpServer:
             if value is not None and (
                 isinstance(value, bool) or not isinstance(value, int) or value < least
             ):
-                found.append(
+                faults.append(
                     f"McpServer({knob}={value!r}) cannot be; give a whole number of {least} or more"
                 )
         if importlib.util.find_spec("mcp") is None:
-            found.append(
+            faults.append(
                 "McpServer needs the package `mcp`, which is not installed; pip install"
                 " 'dataflow-rl[mcp]'"
             )
-        return found
+        return faults
 
     def definitions(self) -> Sequence[Message]:
         """Ask it for its tools. Raises WorldFailed."""
@@ -141,7 +141,7 @@ class McpSession:
 
     async def definitions(self, only: Sequence[str]) -> Sequence[Message]:
         """Its tools as OpenAI has them. Raises WorldFailed."""
-        found: list[Message] = []
+        definitions: list[Message] = []
         cursor: str | None = None
         while True:
             page = await self._awaited(
@@ -149,21 +149,21 @@ class McpSession:
             )
             for tool in page.tools:
                 if not only or tool.name in only:
-                    told = {
+                    function = {
                         "name": tool.name,
                         "description": tool.description or "",
                         "parameters": tool.input_schema,
                     }
-                    found.append({"type": "function", "function": told})
+                    definitions.append({"type": "function", "function": function})
             cursor = page.next_cursor
             if not cursor:
                 break
-        lost = sorted({*only} - {each["function"]["name"] for each in found})
+        lost = sorted({*only} - {definition["function"]["name"] for definition in definitions})
         if lost:
             raise WorldFailed(
                 f"the MCP server '{self._server.named}' has no tool {lost}; leave it out of only="
             )
-        return found
+        return definitions
 
     async def call(
         self, name: str, arguments: Mapping[str, Any], *, timeout_s: float, characters: int
@@ -219,12 +219,12 @@ class McpSession:
         )
         return stdio_client(parameters)
 
-    async def _awaited(self, asked: Any, timeout_s: float, what: str) -> Any:
+    async def _awaited(self, call: Any, timeout_s: float, request: str) -> Any:
         """What the server answers. Raises WorldFailed where the session ends meanwhile, or the time
         does.
         """
         assert self._task is not None
-        answer = asyncio.ensure_future(asked)
+        answer = asyncio.ensure_future(call)
         try:
             await asyncio.wait(
                 {answer, self._task}, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED
@@ -232,7 +232,7 @@ class McpSession:
             if answer.done():
                 return answer.result()
             raise WorldFailed(
-                f"the MCP server '{self._server.named}' gave no answer for {what}; "
+                f"the MCP server '{self._server.named}' gave no answer for {request}; "
                 + (self._why() if self._task.done() else f"it took more than {timeout_s:g} s")
             )
         finally:

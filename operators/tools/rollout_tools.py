@@ -32,10 +32,10 @@ class RolloutTools:
     def __init__(
         self,
         box: Toolbox,
-        rest: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext,
+        pause: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext,
     ) -> None:
-        """rest: stops the clock of the world, while it waits for its turn."""
-        self._box, self._rest = box, rest
+        """pause: stops the clock of the world, while it waits for its turn."""
+        self._box, self._rest = box, pause
         self._lent, self._taking = contextlib.AsyncExitStack(), asyncio.Lock()
         self._sessions: list[ToolSession | None] = []
         """By place of the toolset; None: of one that all share."""
@@ -50,14 +50,14 @@ class RolloutTools:
         return self._box.calls.read(text, self._box.definitions, first=first)
 
     def answer(self, call: Message | None, result: str) -> str | Message:
-        """A result as the policy hears it. call: None where what it wrote was no call."""
+        """A result as the policy reads it. call: None where its text was no call."""
         if self._box.layout is not None:
             return self._box.layout.laid_out(result)
         return result if call is None else result_of(call, result)
 
     async def results(self, calls: Sequence[Message]) -> list[str]:
-        """What the calls of a turn came to, as the model hears it, one after the other as long as
-        there is time for one more. Raises WorldFailed where a tool has died.
+        """The results of a turn's calls for the model, one after the other as long as there is time
+        for another. Raises WorldFailed where a tool has died.
         """
         box, results = self._box, list[str]()
         for call in calls:

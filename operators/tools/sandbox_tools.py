@@ -70,7 +70,7 @@ class Sandbox:
 
     def faults(self) -> Sequence[str]:
         """What cannot be right, and why no sandbox can be made here."""
-        found = [
+        faults = [
             f"Sandbox({knob}={value!r}) is no number that can be; give a whole number of {least} or"
             " more"
             for knob, value, least in (
@@ -83,16 +83,16 @@ class Sandbox:
             if isinstance(value, bool) or not isinstance(value, int) or value < least
         ]
         if not self.tools or set(self.tools) - set(_TOLD) or len(set(self.tools)) < len(self.tools):
-            found.append(
+            faults.append(
                 f"Sandbox(tools={self.tools!r}) names no tools that it has; give some of"
                 f" {tuple(_TOLD)}"
             )
-        if lost := [each for each in self.folders if not Path(each).is_absolute()]:
-            found.append(
+        if lost := [folder for folder in self.folders if not Path(folder).is_absolute()]:
+            faults.append(
                 f"Sandbox(folders=...) has {lost}, which stand for no one folder; give whole paths"
             )
         reason = missing()
-        return [*found, *([reason] if reason else [])]
+        return [*faults, *([reason] if reason else [])]
 
     def definitions(self) -> Sequence[Message]:
         """Raises WorldFailed where this machine makes no sandbox: a trial runs in one."""
@@ -108,9 +108,7 @@ class Sandbox:
 
 
 class SandboxSession:
-    """The sandbox of one rollout; one that has used more than it may is followed by another, and
-    the model is told.
-    """
+    """The sandbox of one rollout. One that passes its limits is replaced, and the model is told."""
 
     def __init__(self, made_by: Sandbox) -> None:
         self._made_by, self._one = made_by, asyncio.Lock()
@@ -145,11 +143,11 @@ class SandboxSession:
     async def call(
         self, name: str, arguments: Mapping[str, Any], *, timeout_s: float, characters: int
     ) -> str:
-        told = str(next(iter(arguments.values()), ""))
+        text = str(next(iter(arguments.values()), ""))
 
         async def run(sandbox: KeptSandbox) -> str:
             command = sandbox.python if name == "python" else sandbox.shell
-            return _shown(await command(told, timeout_s=timeout_s, most_bytes=4 * characters))
+            return _shown(await command(text, timeout_s=timeout_s, most_bytes=4 * characters))
 
         try:
             return await self._asked(run)

@@ -1,6 +1,4 @@
-"""Calls of functions that block, each in a thread of its own, so that nobody waits for it but its
-episode.
-"""
+"""Blocking calls, each in a thread of its own: only their episode waits."""
 
 from __future__ import annotations
 

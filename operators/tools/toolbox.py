@@ -1,5 +1,5 @@
-"""The tools of an episode: what the policy is told of them, and whose call is whose; made once, in
-the worker.
+"""The tools of an episode: their definitions for the policy, and which tool answers a call; built
+once, in the worker.
 """
 
 from __future__ import annotations
@@ -51,19 +51,21 @@ class Toolbox:
         functions = [tool for tool in tools if not isinstance(tool, Toolset)]
         own = definitions_of(functions)
         theirs = [sound(toolset.definitions()) for toolset in self.toolsets]
-        self.definitions = [*own, *(each for some in theirs for each in some)]
-        names = [each["function"]["name"] for each in self.definitions]
+        self.definitions = [*own, *(definition for some in theirs for definition in some)]
+        names = [definition["function"]["name"] for definition in self.definitions]
         twice = sorted({name for name in names if names.count(name) > 1})
         if twice:
             raise ChatError(
                 f"two tools have one name; found {twice} twice; leave one of them out, or rename it"
             )
         self.functions: dict[str, Callable[..., Any]] = {
-            each["function"]["name"]: function
-            for each, function in zip(own, functions, strict=True)
+            definition["function"]["name"]: function
+            for definition, function in zip(own, functions, strict=True)
         }
         self.owners: dict[str, int] = {
-            each["function"]["name"]: at for at, some in enumerate(theirs) for each in some
+            definition["function"]["name"]: at
+            for at, some in enumerate(theirs)
+            for definition in some
         }
         self.layout = calls
         self.calls = _format(calls, form)
@@ -148,35 +150,36 @@ class Toolbox:
 
 def tool_faults(tools: Sequence[Any], calls: TextCalls | None, *, is_chat: bool) -> list[str]:
     """What is wrong with an episode's tools, as far as that can be seen without a tokenizer."""
-    found = list(calls.faults()) if calls is not None else []
+    faults = list(calls.faults()) if calls is not None else []
     for tool in tools:
         if isinstance(tool, Toolset):
-            found += tool.faults()
+            faults += tool.faults()
         elif not callable(tool) or inspect.isclass(tool):
-            found.append(
+            faults.append(
                 f"{tool!r:.60} is no tool; give a function with type hints and a docstring, or a"
                 " toolset"
             )
         else:
-            found += _unhinted(tool)
+            faults += _unhinted(tool)
     if tools and calls is None and not is_chat:
-        found.append(
+        faults.append(
             "there are tools, but the generator has no chat template that says how they are called;"
             " give the episode calls=TextCalls(...), or Generator(chat=True)"
         )
     if calls is not None and not tools:
-        found.append(f"there is {calls!r:.60}, but no tool that could be called; give tools=[...]")
-    return found
+        faults.append(f"there is {calls!r:.60}, but no tool that could be called; give tools=[...]")
+    return faults
 
 
 def _unhinted(function: Callable[..., Any]) -> list[str]:
     name = getattr(function, "__name__", repr(function))
     parameters = inspect.signature(function).parameters.values()
-    bare = [each.name for each in parameters if each.annotation is each.empty]
+    bare = [parameter.name for parameter in parameters if parameter.annotation is parameter.empty]
     odd = [
-        str(each)
-        for each in parameters
-        if each.kind in (each.VAR_POSITIONAL, each.VAR_KEYWORD, each.POSITIONAL_ONLY)
+        str(parameter)
+        for parameter in parameters
+        if parameter.kind
+        in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD, parameter.POSITIONAL_ONLY)
     ]
     if bare or odd:
         return [
@@ -199,11 +202,11 @@ def _format(calls: TextCalls | None, form: ChatFormat | None) -> CallFormat:
     if calls is not None:
         return calls.format()
     assert form is not None, "the graph was checked"
-    known = format_of(form)
-    if known is None or not form.takes_tools:
+    call_format = format_of(form)
+    if call_format is None or not form.takes_tools:
         raise ChatError(
             f"the chat template of '{form.name}' writes calls of tools in no known format; found"
             f" {form.calls!r:.80}; give the episode calls=TextCalls(...), and tell of the tools in"
             " a message"
         )
-    return known
+    return call_format

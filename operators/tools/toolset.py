@@ -11,7 +11,7 @@ from operators.chat.chat_format import Message
 
 
 class TookTooLong(Exception):
-    """A call passed its limit of time, and was ended; the model is told."""
+    """A call passed its time limit and was ended; the model is told."""
 
 
 class ToolSession(Protocol):
@@ -20,7 +20,9 @@ class ToolSession(Protocol):
     async def call(
         self, name: str, arguments: Mapping[str, Any], *, timeout_s: float, characters: int
     ) -> str:
-        """What a call came to, for the model; what is beyond so many characters need not be there.
+        """A call's result for the model; text beyond `characters` may be cut. Raises WorldFailed
+        where the session itself is broken, so that the result is unknown; TookTooLong and other
+        exceptions are told to the model.
 
         Raises WorldFailed where the session itself is broken, so that nobody knows what the call
         would have come to; TookTooLong, and whatever else it raises, is told to the model.

@@ -164,14 +164,14 @@ class CatchUp:
 
 
 def check_groups(step: MadeStep, table: pa.Table) -> None:
-    """RunFolderError unless a rollouts file holds the groups that the ledger says were trained, in
-    their order.
+    """Raises RunFolderError unless a rollouts file holds the groups that the ledger recorded as
+    trained, in order.
     """
     ids = table.column(GROUP_ID).to_pylist() if GROUP_ID in table.column_names else []
-    found = [group for at, group in enumerate(ids) if not at or group != ids[at - 1]]
-    if found != list(step.trained):
+    groups = [group for at, group in enumerate(ids) if not at or group != ids[at - 1]]
+    if groups != list(step.trained):
         raise RunFolderError(
             f"the rollouts of step {step.step} are not those that the ledger says were trained:"
-            f" found groups {found[:8]} instead of {list(step.trained[:8])}; take the file from a"
+            f" found groups {groups[:8]} instead of {list(step.trained[:8])}; take the file from a"
             " backup, or train them again"
         )

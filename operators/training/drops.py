@@ -124,8 +124,8 @@ class Drops:
             self.record(step)
 
     def record(self, step: int | None) -> None:
-        """Tell the ledger of those that it does not know, and let go of them. step: under way;
-        None: outside any.
+        """Record in the ledger the drops that it does not know, and forget them here. step: the
+        current one; None: between steps.
         """
         self._journal.drop(self.reasons, step)
         self.recorded.update(self.reasons.values())
@@ -157,26 +157,24 @@ class Drops:
                 )
                 if self._silent:
                     do = f"mend what is asked or how it is scored, or loosen the filter '{most}'"
-            found = [f"found {dict(self._in_a_row)}"]
+            findings = [f"found {dict(self._in_a_row)}"]
             if fails_alike:
-                found.append(f"rollouts that failed alike: {dict(self._failures)}")
+                findings.append(f"rollouts that failed alike: {dict(self._failures)}")
             if self._last_failure != "none":
-                found.append(f"the last failure: {self._last_failure}")
+                findings.append(f"the last failure: {self._last_failure}")
             if self._silent:
                 names = ", ".join(f"'{name}' ({where})" for name, where in self._silent.items())
-                found.append(
+                findings.append(
                     f"in each of them {names} gave all rollouts the same, such as {self._example}"
                 )
             kind = OperatorError if most in LATE else Unusable
             raise kind(
                 f"'{self._node}' dropped {self._in_a_row.total()} groups in a row and trained none;"
-                f" {', '.join(found)}; {do}"
+                f" {', '.join(findings)}; {do}"
             )
 
     def _attributed(self, error: str) -> str:
-        """A row's error with where the scorer that it names is defined, if it does not say so
-        itself.
-        """
+        """A row's error, with the place where its scorer is defined unless the text has it."""
         where = self._scores.get(error.partition(":")[0], "")
         return error if where in error else f"{error} ({where})"
 
@@ -184,11 +182,11 @@ class Drops:
         """That rows have no value, and the scorers that do not apply to any of them."""
         names = {name for name in self._scores if name in records.schema.names}
         silent = [name for name in names if records.column(name).null_count == records.num_rows]
-        said = [
+        reasons = [
             f"'{name}' ({self._scores[name]}) returned None, that it does not apply"
             for name in sorted(silent)
         ]
-        return "; ".join(["no value in a column that the loss reads", *said])
+        return "; ".join(["no value in a column that the loss reads", *reasons])
 
     def _release(self) -> None:
         groups, self._groups, self.reasons = self._groups, [], {}

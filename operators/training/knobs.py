@@ -141,8 +141,8 @@ class TrainerKnobs(Learn):
         """Knobs that differ from their defaults, the loss by its name and its own knobs."""
         shown = super().knobs()
         if "loss" in shown:
-            given = getattr(self.loss, "keywords", {})
-            inside = ", ".join(f"{knob}={value!r}" for knob, value in given.items())
+            loss_knobs = getattr(self.loss, "keywords", {})
+            inside = ", ".join(f"{knob}={value!r}" for knob, value in loss_knobs.items())
             shown["loss"] = (
                 f"{self.loss_function.name}({inside})" if inside else self.loss_function.name
             )
@@ -155,9 +155,9 @@ class TrainerKnobs(Learn):
     def settable_of_loss(self) -> Mapping[str, Settable]:
         """The loss's knobs that are numbers or texts, but for names of its own."""
         loss, own = self.loss_function, super().settable()
-        known = getattr(getattr(loss.call, "func", loss.call), "__annotations__", {})
-        found = settable_parameters(loss.knobs, known, STEP)
-        return {name: each for name, each in found.items() if name not in own}
+        annotations = getattr(getattr(loss.call, "func", loss.call), "__annotations__", {})
+        settable = settable_parameters(loss.knobs, annotations, STEP)
+        return {name: setting for name, setting in settable.items() if name not in own}
 
     def _with(self, knob: str, value: Any) -> Operator:
         if knob in super().settable():
@@ -170,8 +170,8 @@ class TrainerKnobs(Learn):
 
     def reads(self) -> Mapping[str, Any]:
         """The rollout's columns and those that the loss names."""
-        wanted: dict[str, Any] = dict.fromkeys(self.loss_function.columns, np.ndarray)
-        return wanted | {
+        columns: dict[str, Any] = dict.fromkeys(self.loss_function.columns, np.ndarray)
+        return columns | {
             TOKENS: list[int],
             MASK: list[bool],
             LOGPROBS: list[float],
@@ -182,7 +182,7 @@ class TrainerKnobs(Learn):
 
     def faults(self) -> list[str]:
         """Knobs that cannot be right."""
-        found = list(self.loss_function.faults)
+        faults = list(self.loss_function.faults)
         for knob, least in (
             ("prompts_per_step", 1),
             ("micro_batch_tokens", 1),
@@ -190,10 +190,10 @@ class TrainerKnobs(Learn):
             ("tensor_parallel", 1),
             ("dp_replicate", 1),
         ):
-            found += self._whole(knob, getattr(self, knob), least)
+            faults += self._whole(knob, getattr(self, knob), least)
         for knob in ("checkpoint_every", "queue_prompts", "decay_steps", "save_total_limit"):
             if getattr(self, knob) is not None:
-                found += self._whole(knob, getattr(self, knob), 1)
+                faults += self._whole(knob, getattr(self, knob), 1)
         for knob, zero_is_fine in (
             ("lr", True),
             ("eps", False),
@@ -207,55 +207,55 @@ class TrainerKnobs(Learn):
                 and math.isfinite(value)
                 and (value > 0 or (zero_is_fine and value == 0))
             ):
-                found.append(
+                faults.append(
                     f"'{self.name}' has {knob}={value!r}; give a number above"
                     f" 0{' or 0' * zero_is_fine}"
                 )
         for knob in ("max_grad_norm", "recover_within_s"):
             value = getattr(self, knob)
             if not (_is_number(value) and value > 0):
-                found.append(f"'{self.name}' has {knob}={value!r}; give a number above 0, or inf")
+                faults.append(f"'{self.name}' has {knob}={value!r}; give a number above 0, or inf")
         if not (
             isinstance(self.betas, tuple | list)
             and len(self.betas) == 2
             and all(_is_number(beta) and 0 <= beta < 1 for beta in self.betas)
         ):
-            found.append(
+            faults.append(
                 f"'{self.name}' has betas={self.betas!r}; give two numbers from 0 up to 1, as (0.9,"
                 " 0.999)"
             )
         if self.save_total_limit is not None and self.checkpoint_every is None:
-            found.append(
+            faults.append(
                 f"'{self.name}' has save_total_limit={self.save_total_limit!r} and no"
                 " checkpoint_every, which makes what is limited; give both, or neither"
             )
         if self.offload and self.copy_weights is False:
-            found.append(
+            faults.append(
                 f"'{self.name}' has copy_weights=False, which sends its weights from where they"
                 " are, and offload=True, which takes them away between steps; leave one of"
                 " them out"
             )
         if self.checkpoint_dtype not in (None, *DTYPES):
-            found.append(
+            faults.append(
                 f"'{self.name}' has checkpoint_dtype={self.checkpoint_dtype!r}, which is not known;"
                 f" use {list(DTYPES)}"
             )
         if self.normalize not in NORMALIZE:
-            found.append(
+            faults.append(
                 f"'{self.name}' has normalize={self.normalize!r}, which is not known; use"
                 f" {list(NORMALIZE)}"
             )
         if self.schedule not in SCHEDULES:
-            found.append(
+            faults.append(
                 f"'{self.name}' has schedule={self.schedule!r}, which is not known; use"
                 f" {list(SCHEDULES)}"
             )
         if (
             self.queue_prompts is not None
-            and not found
+            and not faults
             and self.queue_prompts < self.prompts_per_step
         ):
-            found.append(
+            faults.append(
                 f"'{self.name}' may queue {self.queue_prompts} prompts but one of its steps needs"
                 f" {self.prompts_per_step}: this would deadlock; raise queue_prompts or lower"
                 " prompts_per_step"
@@ -263,7 +263,7 @@ class TrainerKnobs(Learn):
         if isinstance(self.model, Model):
             gives = HEADS.get(self.model.head)
             if gives is None:
-                found.append(
+                faults.append(
                     f"'{self.name}' trains next-token logits or values, but model"
                     f" '{self.model.name}' has head '{self.model.head}'; give a Model with"
                     " head='lm', or 'value' for a critic"
@@ -273,29 +273,29 @@ class TrainerKnobs(Learn):
                 for name in WITH_GRADIENT
                 if name in self.loss_function.computed and name not in gives
             ]:
-                found.append(
+                faults.append(
                     f"loss '{self.loss_function.name}' of '{self.name}' reads '{wrong[0]}', but"
                     f" model '{self.model.name}' has head '{self.model.head}', which gives"
                     f" {list(gives)}; give another loss, or a Model with another head"
                 )
             if self.model.dtype == "float16":
-                found.append(
+                faults.append(
                     f"'{self.name}' trains '{self.model.name}' with dtype 'float16', whose"
                     " gradients overflow; use 'bfloat16' or 'float32'"
                 )
             if self.model.lora is None and holds_adapters(self.model.source):
-                found.append(
+                faults.append(
                     f"'{self.name}' trains all weights of '{self.model.name}', but"
                     f" {self.model.source} holds adapters alone; give Model(..., lora=LoRA()) to go"
                     " on with these, or merge them with peft and give the folder of the whole"
                     " model"
                 )
         else:
-            found.append(
+            faults.append(
                 f"'{self.name}' trains {self.model!r}, which is no Model; give"
                 " Model('path/to/folder')"
             )
-        return found
+        return faults
 
     def _whole(self, knob: str, value: Any, least: int) -> list[str]:
         if isinstance(value, int) and not isinstance(value, bool) and value >= least:

@@ -20,8 +20,8 @@ from operators.training.signal import no_signal
 
 @dataclass
 class Outcomes:
-    """What became of rollouts beside those that have their scores, counted: which failed, by cause,
-    and to which a scorer does not apply.
+    """Counts of rollouts without all scores: failed ones, by cause, and those that a scorer does
+    not apply to.
     """
 
     failed: Counter[str] = field(default_factory=Counter)
@@ -150,11 +150,11 @@ def staleness_figures(version: int, rows: StepRows) -> dict[str, float | int]:
         "staleness_generating": newest_R - oldest_R,
         "staleness_waiting": version - newest_R,
     }
-    found: dict[str, float | int] = {}
+    figures: dict[str, float | int] = {}
     for name, versions_R in ages.items():
-        found[f"{name}_mean"] = float(versions_R.mean()) if len(versions_R) else 0.0
-        found[f"{name}_max"] = int(versions_R.max()) if len(versions_R) else 0
-    return found
+        figures[f"{name}_mean"] = float(versions_R.mean()) if len(versions_R) else 0.0
+        figures[f"{name}_max"] = int(versions_R.max()) if len(versions_R) else 0
+    return figures
 
 
 def _newest(trained: Sequence[pa.RecordBatch], forwards: Sequence[str]) -> dict[str, int]:
@@ -163,8 +163,11 @@ def _newest(trained: Sequence[pa.RecordBatch], forwards: Sequence[str]) -> dict[
         name: [pc.max(rows.column(version_column(name))).as_py() for rows in trained]
         for name in forwards
     }
-    known = {name: [each for each in found if each is not None] for name, found in newest.items()}
-    return {name: max(found) for name, found in known.items() if found}
+    versions = {
+        name: [version for version in column if version is not None]
+        for name, column in newest.items()
+    }
+    return {name: max(column) for name, column in versions.items() if column}
 
 
 def by_staleness(version: int, rows: StepRows) -> dict[str, dict[str, float | int]]:
@@ -174,17 +177,17 @@ def by_staleness(version: int, rows: StepRows) -> dict[str, dict[str, float | in
     version: of the weights that were trained. The advantage is left out where it is no number per
     rollout.
     """
-    found: dict[str, dict[str, float | int]] = {}
+    by_age: dict[str, dict[str, float | int]] = {}
     has_tokens = rows.oldest_R != NO_TOKEN
     ages_R = version - rows.oldest_R
     advantage_R = rows.columns_R.get(ADVANTAGE)
     for age in np.unique(ages_R[has_tokens]).tolist():
         chosen = has_tokens & (ages_R == age)
-        found[str(age)] = {"rollouts": int(chosen.sum())}
+        by_age[str(age)] = {"rollouts": int(chosen.sum())}
         if advantage_R is not None:
             of = advantage_R[chosen]
-            found[str(age)] |= {
+            by_age[str(age)] |= {
                 "advantage_mean": float(of.mean()),
                 "advantage_size": float(np.abs(of).mean()),
             }
-    return found
+    return by_age

@@ -82,12 +82,12 @@ def find_loss(text: str) -> Callable[..., Any]:
             f" {losses.__all__}, or a function of your own as module:function or"
             " path/to/file.py:function"
         )
-    found = getattr(_module(place), function, None)
-    if not callable(found):
+    loss = getattr(_module(place), function, None)
+    if not callable(loss):
         raise GraphError(
             f"'{place}' has no function {function!r}; define it there, or name another"
         )
-    return found  # type: ignore[no-any-return]
+    return loss  # type: ignore[no-any-return]
 
 
 def _make(making: StepMaker, step: MadeStep, table: pa.Table) -> dict[str, float]:
@@ -103,9 +103,9 @@ def _make(making: StepMaker, step: MadeStep, table: pa.Table) -> dict[str, float
     while making.parts:
         making.micro()
     outcome = making.end(float(step.metrics["lr"]))
-    found = {"loss": outcome.loss, "grad_norm": outcome.grad_norm}
-    other = other_logprobs(making.new_logprobs(), table.to_batches())
-    return found if other is None else found | {"other_logprobs": other}
+    figures = {"loss": outcome.loss, "grad_norm": outcome.grad_norm}
+    differing = other_logprobs(making.new_logprobs(), table.to_batches())
+    return figures if differing is None else figures | {"other_logprobs": differing}
 
 
 def _module(place: str) -> Any:
@@ -125,24 +125,24 @@ def _module(place: str) -> Any:
 
 
 def other_logprobs(computed: NewLogprobs | None, records: Iterable[pa.RecordBatch]) -> int | None:
-    """How many tokens of rows have another log-probability than their column `new_logprobs` says;
-    None where there is no such column, or nothing was computed.
+    """How many tokens' log-probabilities differ from their column `new_logprobs`; None where there
+    is no such column, or nothing was computed.
     """
-    found: int | None = None
+    count: int | None = None
     for rows in records:
         if computed is None or NEW_LOGPROBS not in rows.schema.names:
             continue
         bare = rows.select([name for name in rows.schema.names if name != NEW_LOGPROBS])
         now, was = computed.beside([bare])[0].column(NEW_LOGPROBS), rows.column(NEW_LOGPROBS)
-        found = (found or 0) + sum(
+        count = (count or 0) + sum(
             _differing(*pair)
             for pair in zip(now.to_pylist(), was.to_pylist(), strict=True)
             if pair[0] != pair[1]
         )
-    return found
+    return count
 
 
 def _differing(now: list[float | None] | None, was: list[float | None] | None) -> int:
     if now is None or was is None or len(now) != len(was):
         return max(len(now or ()), len(was or ()))
-    return sum(one != other for one, other in zip(now, was, strict=True))
+    return sum(computed != recorded for computed, recorded in zip(now, was, strict=True))

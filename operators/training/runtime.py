@@ -84,17 +84,17 @@ class TrainerRuntime(Runtime):
         tokenizer: Any,
         start: int = 0,
         missing: Sequence[MadeStep] = (),
-        told: Mapping[str, Any] | None = None,
+        last_metrics: Mapping[str, Any] | None = None,
     ) -> None:
         """start: steps behind the weights that `learner` has. missing: committed ones after it, to
-        be made again. told: the metrics of the last committed step.
+        be made again. last_metrics: those of the last committed step.
         """
         self._trainer, self._context, self._learner = trainer, context, learner
         self._source = only_source(context)
         self._knobs = KnobsByStep(trainer, context.changes, context.ledger)
-        told = told or {}
+        last_metrics = last_metrics or {}
         self._making = StepMaker(
-            trainer, context, learner, start, self._knobs, told.get("decay_steps")
+            trainer, context, learner, start, self._knobs, last_metrics.get("decay_steps")
         )
         self._journal = Journal(context, self._source)
         debt = Debt(trainer.recover_within_s)
@@ -124,13 +124,13 @@ class TrainerRuntime(Runtime):
         self._surplus = 0
         """Groups that came after its last step."""
         self._bad_steps = 0
-        self._skipped_steps = int(told.get("skipped_steps", 0))
+        self._skipped_steps = int(last_metrics.get("skipped_steps", 0))
         self._ending = ""
         self._done = False
         self._awake = True
         """Whether it has the memory of its devices."""
-        self._loss = float(told.get("loss", 0.0))
-        self._began = context.clock() - float(told.get("seconds", 0.0))
+        self._loss = float(last_metrics.get("loss", 0.0))
+        self._began = context.clock() - float(last_metrics.get("seconds", 0.0))
         self._offers = Offers(context, learner)
         self._behind.check()
         self._saver.begin_copies(self._behind.target)
@@ -150,12 +150,14 @@ class TrainerRuntime(Runtime):
         start = find_start(trainer.model, context)
         learner, context = learner_on_ranks(trainer, start.model, context)
         for refresh in context.refreshers:
-            given: dict[str, Any] = {"step": start.step, "dtype": trainer.model.dtype}
-            learner.everywhere(refreshed.add, every=refresh.every, decay=refresh.decay, **given)
+            options: dict[str, Any] = {"step": start.step, "dtype": trainer.model.dtype}
+            learner.everywhere(refreshed.add, every=refresh.every, decay=refresh.decay, **options)
         if start.folder is not None:
             learner.everywhere(checkpoint.restore, folder=start.folder)
         tokenizer = load_tokenizer(start.model)
-        return cls(trainer, context, learner, tokenizer, start.step, start.missing, start.told)
+        return cls(
+            trainer, context, learner, tokenizer, start.step, start.missing, start.last_metrics
+        )
 
     def room(self) -> int:
         """Rows up to the queue's bound; never 0 while the next group in order is missing, or once
@@ -253,7 +255,7 @@ class TrainerRuntime(Runtime):
         comes. {"checkpoint": n}: keep one after the step under way, the n-th that somebody has
         asked for.
         """
-        self._saver.asked = max(self._saver.asked, int(message.get("checkpoint", 0)))
+        self._saver.requested = max(self._saver.requested, int(message.get("checkpoint", 0)))
         if message.get("drain"):
             self._ending = "drain"
         elif message.get("end"):
@@ -276,7 +278,7 @@ class TrainerRuntime(Runtime):
         comes to. `taken_back`: groups that it had trained, and that the source has to issue again.
         """
         step = self._making.step if self._behind is None else self._behind.target
-        found: dict[str, float | int | str] = {
+        figures: dict[str, float | int | str] = {
             "step": step,
             "version": step,
             "queue": len(self._buffer) + len(self._groups),
@@ -289,12 +291,12 @@ class TrainerRuntime(Runtime):
             "asked_step": self._saver.asked_step,
         }
         if self._behind is not None:
-            found |= {"catching_up": self._behind.left, "taken_back": self._behind.taken_back}
+            figures |= {"catching_up": self._behind.left, "taken_back": self._behind.taken_back}
         elif self._taken_back:
-            found["taken_back"] = self._taken_back
+            figures["taken_back"] = self._taken_back
         if (copier := self._saver.copier) is not None:
-            found |= {"copied": copier.copied, "copied_bytes": copier.bytes}
-        return found | ({"done": 1} if self._done and self._saver.is_copied else {})
+            figures |= {"copied": copier.copied, "copied_bytes": copier.bytes}
+        return figures | ({"done": 1} if self._done and self._saver.is_copied else {})
 
     def close(self) -> None:
         """Let the weight plane go, and the other ranks, once a checkpoint that is being written had
@@ -370,9 +372,9 @@ class TrainerRuntime(Runtime):
         """
         step, knobs = self._making.step, self._knobs
         if knobs.is_behind:
-            taken = knobs.take(step + 1, self._declared)
+            changes = knobs.take(step + 1, self._declared)
             self._context.log.info(
-                "knobs changed", node=self._context.node, now=[str(each) for each in taken]
+                "knobs changed", node=self._context.node, now=[str(change) for change in changes]
             )
         self._bound = self._drops.bound = knobs.bound(step + 1, self._declared)
         self._saver.every = knobs.at(step + 1).checkpoint_every
@@ -479,8 +481,8 @@ class TrainerRuntime(Runtime):
         """The last checkpoint; at the end of the rows, what is too little for a step is dropped."""
         self._drops.record(self._making.step + 1)
         if self._ending == "end" and self._behind is None:
-            rest, self._groups = [*self._groups, *self._buffer.rest()], []
-            self._drops.add(rest, TOO_FEW, None)
+            leftover, self._groups = [*self._groups, *self._buffer.rest()], []
+            self._drops.add(leftover, TOO_FEW, None)
             self._drops.record(None)
             self._note()
         self._making.bring(moments=True)

@@ -1,4 +1,4 @@
-"""Which scorers told no rollout of a group from its siblings, so that nothing could be learned from
+"""Which scorers gave all rollouts of a group the same score, so that nothing could be learned from
 them.
 """
 
@@ -16,8 +16,8 @@ _SHOWN = 60
 
 
 def silent_scores(groups: Sequence[pa.RecordBatch], scores: Mapping[str, str]) -> dict[str, str]:
-    """Of these columns those that have values, and in each group of rows the same for all; none
-    without groups.
+    """Those of these columns with values that are equal within each group of rows; none without
+    groups.
     """
     return {
         name: where
@@ -42,8 +42,8 @@ def no_signal(groups: Sequence[pa.RecordBatch], scores: Mapping[str, str]) -> di
 def example(rows: pa.RecordBatch, names: Mapping[str, str]) -> str:
     """A row for people: `reward 0.0 for the completion 'blue' of 'What is 2 + 3?'`."""
     row = rows.slice(0, 1).to_pylist()[0]
-    given = ", ".join(f"{name} {row[name]}" for name in names)
-    return f"{given} for the completion {_short(row[COMPLETION])} of {_short(row[PROMPT])}"
+    figures = ", ".join(f"{name} {row[name]}" for name in names)
+    return f"{figures} for the completion {_short(row[COMPLETION])} of {_short(row[PROMPT])}"
 
 
 def _is_silent(rows: pa.RecordBatch, name: str) -> bool:
@@ -54,8 +54,8 @@ def _is_silent(rows: pa.RecordBatch, name: str) -> bool:
     ):
         return False
     values = rows.column(name).drop_null()
-    found = values.to_pylist()
-    return bool(found) and all(_alike(found[0], value) for value in found)
+    plain_values = values.to_pylist()
+    return bool(plain_values) and all(_alike(plain_values[0], value) for value in plain_values)
 
 
 def _alike(first: Any, value: Any) -> bool:

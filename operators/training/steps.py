@@ -162,9 +162,7 @@ class StepMaker:
             self.learner.everywhere(memory.bring, moments=moments)
 
     def rest(self, *, weights: bool) -> None:
-        """Give the devices' memory back after an update; `weights`: theirs too, as nobody reads
-        them now.
-        """
+        """Free device memory after an update; `weights`: theirs too, as they have no reader now."""
         if self.learner.parked is not None:
             self.learner.unread()
             self.learner.everywhere(memory.rest, weights=weights)
@@ -186,7 +184,7 @@ def _decay_steps(trainer: TrainerKnobs, context: Context, begun: int | None) -> 
     be one and none is known, or when steps of the run would be left without a rate.
     """
     steps = context.steps or context.prompt_steps
-    found = trainer.decay_steps or begun or steps
+    chosen = trainer.decay_steps or begun or steps
     if trainer.schedule == "constant":
         return None
     if trainer.decay_steps is None and begun and steps and steps > begun and not trainer.min_lr:
@@ -195,10 +193,10 @@ def _decay_steps(trainer: TrainerKnobs, context: Context, begun: int | None) -> 
             f" steps and ends at 0, but this run is to make {steps}; ask for {begun} steps, or give"
             " its last checkpoint to a new run, whose schedule is its own"
         )
-    if found is None:
+    if chosen is None:
         raise GraphError(
             f"'{context.node}' has schedule='{trainer.schedule}', but nothing says when it ends: no"
             " steps, and prompts without end; give the run steps, the prompts epochs, or the"
             " trainer decay_steps"
         )
-    return found
+    return chosen

@@ -125,13 +125,13 @@ def _write_examples(path: Path, examples: Iterable[tuple[str, str]]) -> str:
 def _train(work: Path, spec: WarmStartSpec, report: Report, timeout_s: float) -> None:
     """Have a process make the policy; it is started again where it is killed, as a worker is."""
     wait = Countdown(timeout_s)
-    for left in reversed(range(_TRIES)):
+    for tries_left in reversed(range(_TRIES)):
         status, last, words = _train_once(work, spec, report, wait, timeout_s)
         if not status:
             return
         if status == BAD_INPUT:
             raise GraphError(words)
-        if status > 0 or not left:
+        if status > 0 or not tries_left:
             raise WarmStartError(
                 f"the process of a warm start failed; found exit status {status} after {last} of "
                 f"{spec.steps} steps; it said: {words or 'nothing'}"
@@ -146,7 +146,7 @@ def _train(work: Path, spec: WarmStartSpec, report: Report, timeout_s: float) ->
 def _train_once(
     work: Path, spec: WarmStartSpec, report: Report, wait: Countdown, timeout_s: float
 ) -> tuple[int, int, str]:
-    """Exit status, steps that were made, and what the process said."""
+    """Exit status, steps made, and the process's output."""
     channel, theirs = Channel.pair(CODEC)
     with contextlib.closing(channel), (work / "stderr").open("w+b") as errors:
         with theirs:
@@ -183,9 +183,9 @@ def _train_once(
 
 def _put_in_place(work: Path, target: Path, fingerprint: str) -> None:
     if recorded_fingerprint(work / "policy") != fingerprint:
-        found = sorted(path.name for path in work.glob("policy/*"))
+        names = sorted(path.name for path in work.glob("policy/*"))
         raise WarmStartError(
-            f"a warm start ended without a complete policy; found {found}; check the disk's free"
+            f"a warm start ended without a complete policy; found {names}; check the disk's free"
             " space and run again"
         )
     if target.exists():

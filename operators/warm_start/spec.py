@@ -80,9 +80,9 @@ class WarmStartSpec:
                 f" {self.alphabet!r}; pass a string without repetitions"
             )
         for field in _COUNTS:
-            if (found := getattr(self, field)) < 1:
+            if (number := getattr(self, field)) < 1:
                 raise GraphError(
-                    f"{field} of a warm start must be 1 or more; found {found}; raise it"
+                    f"{field} of a warm start must be 1 or more; found {number}; raise it"
                 )
         if self.width % (2 * self.heads):
             raise GraphError(
@@ -102,7 +102,7 @@ class WarmStartSpec:
         return len(self.alphabet) + len((PAD, EOS, UNKNOWN))
 
     def promise(self) -> PromisedModel:
-        """What the files of the policy will tell, for an explanation that does not make it."""
+        """What the policy's files will hold, for an explanation that does not make them."""
         config = {
             "model_type": "llama",
             "vocab_size": self.vocabulary,
@@ -145,5 +145,5 @@ def recorded_fingerprint(folder: Path) -> str | None:
         record = json.loads((folder / RECORD_FILE).read_text("utf-8"))
     except (OSError, ValueError):  # absent, unreadable or cut short: not a finished folder
         return None
-    found = record.get("fingerprint") if isinstance(record, dict) else None
-    return found if isinstance(found, str) else None
+    fingerprint = record.get("fingerprint") if isinstance(record, dict) else None
+    return fingerprint if isinstance(fingerprint, str) else None

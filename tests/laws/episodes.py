@@ -8,7 +8,7 @@ EPISODES = (
         "an episode's sampled tokens are trained unchanged",
         "test_tokens_are_those_that_were_drawn_with_what_was_heard_between_them",
         "operators.episodes:Dialogue.rows",
-        instead("found[-1] += [said]", "found", "said"),
+        instead("row_parts[-1] += [own_part]", "row_parts", "own_part"),
         "the world's text",
     ),
     Law(
@@ -197,7 +197,7 @@ EPISODES = (
         "an answer reaches the replica that asked",
         "test_each_answer_goes_to_who_asked_and_is_acknowledged_by_its_row",
         "transport.data.answers:AnswerSender.send",
-        expression("range(len(self._senders))", "asked", "range"),
+        expression("range(len(self._senders))", "askers", "range"),
         "the sender",
     ),
     Law(

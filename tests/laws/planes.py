@@ -236,7 +236,7 @@ WEIGHT_PLANE = (
         "a reader's ranks adopt one version together",
         "test_ranks_take_what_all_hold_though_the_trainer_dies_and_another_reuses_its_number",
         "transport:ShardedReader.adopt",
-        assigned("taken", "self._member.offered", "_held"),
+        assigned("offer", "self._member.offered", "_held"),
         "adopting what is held",
     ),
     Law(
@@ -282,7 +282,7 @@ WEIGHT_PLANE = (
         "a new version is verified before the old is dropped",
         "test_a_flipped_byte_is_found_at_that_sync_and_the_old_version_stays",
         "transport:difference",
-        always("found", "published", "=="),
+        always("actual", "published", "=="),
         "comparing sums",
     ),
     Law(

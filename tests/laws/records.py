@@ -111,7 +111,7 @@ RECORDS = (
         "an evaluation's rows name their source",
         "test_rows_of_two_sources_say_which_is_theirs_and_a_column_that_one_lacks_is_null",
         "operators.evaluate:round_table",
-        assigned("told", "list(tables.values())"),
+        assigned("with_source", "list(tables.values())"),
         "the source's column",
     ),
     Law(

@@ -44,7 +44,9 @@ def _generated(
             drawn = draw(logits, sampling, seeds, torch.tensor([count]), seen=seen, keep=True)
             tokens.append(int(drawn.tokens))
             logprobs.append(float(drawn.logprobs))
-            masks.append(None if drawn.left is None else drawn.left[0].nonzero()[:, 0].tolist())
+            masks.append(
+                None if drawn.kept_tokens is None else drawn.kept_tokens[0].nonzero()[:, 0].tolist()
+            )
         row |= {
             "tokens": tokens,
             "logprobs": logprobs,

@@ -55,18 +55,18 @@ class AnswerSender:
         """Nothing: requests are the bound."""
 
     def send(self, batch: pa.RecordBatch, acked: Acked) -> bool:
-        """Take answers; always True. acked: as of `Sender.send`; with a row that several asked for,
-        once all have it. One of which nobody knows who asked goes to all.
+        """Take answers; always True. acked: as of `Sender.send`; a row that several receivers asked
+        for counts once all have it. A row without a known asker goes to all.
         """
         rows_of: dict[int, list[int]] = {}
-        for row, asked in enumerate(self._askers(batch)):
-            for replica in asked or range(len(self._senders)):
+        for row, askers in enumerate(self._askers(batch)):
+            for replica in askers or range(len(self._senders)):
                 rows_of.setdefault(replica, []).append(row)
         owed = Counter(row for rows in rows_of.values() for row in rows)
 
         def heard(rows: Sequence[int], some: Iterable[int]) -> None:
-            owed.subtract(told := [rows[at] for at in some])
-            acked([row for row in told if not owed[row]])
+            owed.subtract(acked_rows := [rows[at] for at in some])
+            acked([row for row in acked_rows if not owed[row]])
 
         for replica, rows in rows_of.items():
             part = batch if len(rows) == batch.num_rows else batch.take(pa.array(rows))
@@ -88,9 +88,7 @@ class AnswerSender:
         self._flush()
 
     def add_receiver(self, address: str) -> None:
-        """Nothing: all that there are were known from the start, and one that moved is told of as
-        such.
-        """
+        """Nothing: all receivers are known from the start, and moves are announced as such."""
 
     def move_receiver(self, before: str, now: str) -> None:
         next(sender for sender in self._senders if before in sender.receivers).move_receiver(

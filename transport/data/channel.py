@@ -106,8 +106,8 @@ class Listener(Protocol):
         """Whether something arrived that `get` did not return yet."""
 
     def put(self, connection: Hashable, message: Message) -> None:
-        """Answer; a connection that is gone is ignored, for its sender says Hello when it is
-        back.
+        """Send an answer; for a lost connection it is dropped, as the sender will say Hello
+        again.
         """
 
     def assemble(self, begun: Any, payload: Any, message: Data) -> Any:

@@ -110,15 +110,18 @@ def allot(capacity: Credit, expected: int, holdings: Mapping[str, Holding]) -> d
     """
     count = max(1, expected, len(holdings))
     share = Credit(rows=capacity.rows // count, bytes=capacity.bytes // count).most(ONE)
-    taken = {name: one.promised.most(one.held) + one.earlier for name, one in holdings.items()}
-    total = sum(taken.values(), NONE)
+    reserved = {
+        name: holding.promised.most(holding.held) + holding.earlier
+        for name, holding in holdings.items()
+    }
+    total = sum(reserved.values(), NONE)
     windows: dict[str, Credit] = {}
     for name in sorted(holdings):
         earlier = holdings[name].earlier
-        free = capacity - (total - taken[name])
+        free = capacity - (total - reserved[name])
         window = (share.least(free) - earlier).most(NONE)
         windows[name] = window if ONE.within(window) else NONE
-        now = taken[name].most(windows[name] + earlier)
-        total = total + now - taken[name]
-        taken[name] = now
+        now = reserved[name].most(windows[name] + earlier)
+        total = total + now - reserved[name]
+        reserved[name] = now
     return windows

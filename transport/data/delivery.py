@@ -1,4 +1,4 @@
-"""One batch in the hands of a consumer, and how it says that it is done with it."""
+"""One batch in the hands of a consumer, and its acknowledgement."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field

@@ -150,11 +150,11 @@ def decode_batch(body: Any, header: Data, schema: pa.Schema) -> pa.RecordBatch:
         raise FrameError(
             f"a batch is cut; got {buffer.size} bytes of {header.bytes}; send it again"
         )
-    found = checksum(buffer)
-    if found != header.checksum:
+    actual = checksum(buffer)
+    if actual != header.checksum:
         raise FrameError(
             f"batch {header.sequence} of '{header.sender}' is damaged; its checksum is"
-            f" {found:016x}, its header says {header.checksum:016x}; send it again"
+            f" {actual:016x}, its header says {header.checksum:016x}; send it again"
         )
     if buffer.address % _ALIGNMENT_BYTES:
         buffer = pa.py_buffer(buffer.to_pybytes())
@@ -181,21 +181,22 @@ def decode_batch(body: Any, header: Data, schema: pa.Schema) -> pa.RecordBatch:
     return batch
 
 
-def check_schema(found: pa.Schema, wanted: pa.Schema, *, edge: str) -> None:
+def check_schema(actual: pa.Schema, expected: pa.Schema, *, edge: str) -> None:
     """Raise SchemaMismatch unless both have the same fields in the same order; metadata does not
     count.
     """
-    if found.equals(wanted):
+    if actual.equals(expected):
         return
-    ours = {field.name: field for field in wanted}
-    theirs = {field.name: field for field in found}
+    ours = {field.name: field for field in expected}
+    theirs = {field.name: field for field in actual}
     missing = sorted(ours.keys() - theirs.keys())
     extra = sorted(theirs.keys() - ours.keys())
     both = ours.keys() & theirs.keys()
-    other = sorted(str(theirs[name]) for name in both if ours[name] != theirs[name])
+    differing = sorted(str(theirs[name]) for name in both if ours[name] != theirs[name])
     raise SchemaMismatch(
         f"edge '{edge}' carries another schema; missing {missing}, not expected {extra}, different"
-        f" {other or ('order' if not missing + extra else [])}; send batches with {wanted.names}"
+        f" {differing or ('order' if not missing + extra else [])}; send batches with"
+        f" {expected.names}"
     )
 
 

@@ -43,7 +43,7 @@ class _Peer:
     held: dict[int, Credit] = field(default_factory=dict)
     used: Credit = NONE
     windows: list[tuple[int, Credit]] = field(default_factory=lambda: [(0, NONE)])
-    asked: int | None = None
+    resend_from: int | None = None
     faults: int = 0
     unsaid: list[int] = field(default_factory=list)
     unsaid_cost: Credit = NONE
@@ -62,7 +62,7 @@ class _Peer:
 
     @property
     def announced(self) -> Credit:
-        """The window that it was told last."""
+        """The last window that it was sent."""
         return self.windows[-1][1]
 
     @property
@@ -90,17 +90,17 @@ class _Peer:
 
     def say_early(self) -> tuple[int, ...]:
         """Rows of batches that are still held, for one message."""
-        said: list[int] = []
-        while self.unsaid_early and len(said) < 3 * MOST_EARLY:
+        early: list[int] = []
+        while self.unsaid_early and len(early) < 3 * MOST_EARLY:
             sequence, first, count = self.unsaid_early.popleft()
             if sequence in self.held:
-                said += (sequence, first, count)
-        return tuple(said)
+                early += (sequence, first, count)
+        return tuple(early)
 
     def announce(self, number: int, window: Credit) -> None:
         """Tell it another window; an earlier one that is no larger makes no difference any more."""
         self.windows = [
-            *(one for one in self.windows if not one[1].within(window)),
+            *(numbered for numbered in self.windows if not numbered[1].within(window)),
             (number, window),
         ]
 
@@ -124,7 +124,9 @@ class Inbox:
     @property
     def depth(self) -> Credit:
         """Received and not acknowledged."""
-        earlier = sum((held for one in self._earlier.values() for held in one.values()), NONE)
+        earlier = sum(
+            (credit for of_epoch in self._earlier.values() for credit in of_epoch.values()), NONE
+        )
         return sum((peer.used for peer in self._peers.values()), earlier)
 
     @property
@@ -156,7 +158,7 @@ class Inbox:
         self._over.add(sender)
 
     def expect(self, senders: int) -> Replies:
-        """So many senders in all: those that ended or were forgotten included."""
+        """So many senders in all, ended and forgotten ones included."""
         self._senders = senders
         return self._announce()
 
@@ -166,7 +168,7 @@ class Inbox:
         return self._announce()
 
     def hello(self, connection: ConnectionId, message: Hello) -> Replies:
-        """A sender tells where it stands: it gets its window and hears what arrived of it."""
+        """A sender reports its state: it gets its window, and what has arrived of its stream."""
         peer = self._peers.get(message.sender)
         if peer is not None and (reason := self._outdated(peer, message)):
             return [(connection, Refusal(edge=self._edge, reason=reason))]
@@ -175,7 +177,7 @@ class Inbox:
         if peer is None or message.epoch > peer.epoch:
             if peer is not None and peer.held:
                 earlier = self._earlier.setdefault(message.sender, {})
-                earlier |= {(peer.epoch, number): held for number, held in peer.held.items()}
+                earlier |= {(peer.epoch, number): credit for number, credit in peer.held.items()}
             peer = _Peer(
                 connection=connection,
                 epoch=message.epoch,
@@ -186,8 +188,8 @@ class Inbox:
         self._go_by(peer, connection, message)
         peer.connection, peer.number, peer.begun = connection, message.number, None
         peer.end = message.next if message.ended else None
-        others = self._announce(but=message.sender)
-        return [*others, (connection, self._welcome(peer))]
+        announcements = self._announce(but=message.sender)
+        return [*announcements, (connection, self._welcome(peer))]
 
     def judge(self, connection: ConnectionId, message: Data) -> tuple[Verdict, Replies]:
         """What to do with a batch whose header arrived."""
@@ -200,7 +202,7 @@ class Inbox:
                 [] if waits else [(connection, self._ack(peer, (message.sequence,)))]
             )
         if message.sequence > peer.expected or not peer.goes_on(message):
-            if peer.asked == peer.expected:
+            if peer.resend_from == peer.expected:
                 return "ahead", []
             return "ahead", self._ask_again(peer)
         if not may_send(cost(message.rows, message.bytes), peer.used, peer.promised):
@@ -213,18 +215,18 @@ class Inbox:
         return "part" if message.left else "new", []
 
     def begin(self, message: Data) -> None:
-        """Count a part in, after `judge` said part and it was found sound."""
+        """Count a part in, after `judge` called it a part and it proved sound."""
         peer = self._peers[message.sender]
-        peer.begun, peer.asked = message, None
+        peer.begun, peer.resend_from = message, None
 
     def take(self, message: Data) -> None:
-        """Count a batch in, after `judge` said new and it was found sound."""
+        """Count a batch in, after `judge` called it new and it proved sound."""
         peer = self._peers[message.sender]
         peer.held[message.sequence] = cost(message.rows, message.bytes)
         peer.used += peer.held[message.sequence]
         peer.expected += 1
         peer.skip()
-        peer.faults, peer.asked, peer.begun = 0, None, None
+        peer.faults, peer.resend_from, peer.begun = 0, None, None
 
     def fault(self, message: Data, reason: str) -> Replies:
         """A new batch was not sound: ask for it again, and give up on its sender when that does not
@@ -261,8 +263,8 @@ class Inbox:
     def acknowledge_rows(
         self, sender: str, epoch: int, sequence: int, first: int, count: int
     ) -> None:
-        """The consumer is done with rows of a batch that it holds: its sender hears of it with the
-        next `flush`.
+        """The consumer is done with rows of a batch that it holds: the next `flush` tells its
+        sender.
         """
         peer = self._peers.get(sender)
         if peer is not None and peer.epoch == epoch and sequence in peer.held:
@@ -311,8 +313,12 @@ class Inbox:
         acknowledgement, and until the consumer is done with it, it takes room like a batch of an
         earlier incarnation.
         """
-        known = self._epoch < message.window_number <= self._said
-        unheard = [one for one in peer.windows[:-1] if not known or one[0] > message.window_number]
+        is_known = self._epoch < message.window_number <= self._said
+        unheard = [
+            numbered
+            for numbered in peer.windows[:-1]
+            if not is_known or numbered[0] > message.window_number
+        ]
         if connection != peer.connection or (peer.end is not None and not message.ended):
             # whatever was said over another connection, or before it began again, it does not go by
             unheard = []
@@ -343,7 +349,7 @@ class Inbox:
         return allot(self.capacity, self._senders - (len(self._peers) - len(live)), holdings)
 
     def _announce(self, but: str | None = None) -> Replies:
-        """Set every window anew, and tell the senders whose window changed."""
+        """Compute every window again, and tell the senders whose window changed."""
         replies: Replies = []
         windows = self._windows()
         self._settled = not self._earlier and len(set(windows.values())) <= 1
@@ -359,7 +365,7 @@ class Inbox:
         return replies
 
     def _ask_again(self, peer: _Peer) -> Replies:
-        peer.asked, peer.begun = peer.expected, None
+        peer.resend_from, peer.begun = peer.expected, None
         return [(peer.connection, self._welcome(peer))]
 
     def _ack(self, peer: _Peer, again: tuple[int, ...] = ()) -> Ack:

@@ -100,7 +100,7 @@ class LocalInlet:
         """Nothing is under way."""
 
     def flush(self) -> None:
-        """The sending end hears with its next `poll`."""
+        """The sending end gets them with its next `poll`."""
 
     def _acknowledge(self, sender: str, epoch: int, number: int) -> None:
         if number in self._held:
@@ -113,9 +113,9 @@ class LocalInlet:
         self, sender: str, epoch: int, number: int, first: int, count: int
     ) -> None:
         if number in self._held:
-            _, acked, left, _ = self._held[number]
-            self.heard.append((acked, sorted(left.intersection(range(first, first + count)))))
-            left.difference_update(range(first, first + count))
+            _, acked, unacked, _ = self._held[number]
+            self.heard.append((acked, sorted(unacked.intersection(range(first, first + count)))))
+            unacked.difference_update(range(first, first + count))
 
 
 class LocalOutlet:
@@ -132,12 +132,12 @@ class LocalOutlet:
 
     @property
     def unacknowledged(self) -> int:
-        """Batches of which nobody has heard that they are acknowledged."""
+        """Batches whose acknowledgement has not arrived."""
         return self._inlet.batches
 
     @property
     def drained(self) -> bool:
-        """Whether everything is acknowledged, and that was heard."""
+        """Whether every batch is acknowledged, and the acknowledgements have arrived."""
         return not self._inlet.batches and not self._inlet.heard
 
     def send(self, batch: pa.RecordBatch, acked: Acked = lambda rows: None) -> bool:

@@ -91,7 +91,7 @@ class Outbox:
 
     @property
     def finished(self) -> bool:
-        """Whether this sender ended, and needs the receiver no more."""
+        """Whether this sender has ended and no longer needs the receiver."""
         return self._ended and self.drained
 
     @property
@@ -111,8 +111,8 @@ class Outbox:
         return max(1, rows) if cost is not None else rows
 
     def add(self, outgoing: OutgoingBatch) -> None:
-        """Take a batch that `room(cost)` allowed, be it that of another receiver; it leaves with
-        the next `due`.
+        """Take a batch that `room(cost)` allowed, even one of another receiver; it leaves with the
+        next `due`.
         """
         outgoing = dataclasses.replace(outgoing, sequence=self._next)
         self._outgoing[outgoing.sequence] = outgoing
@@ -209,13 +209,13 @@ class Outbox:
             return False
         if message.epoch != self._receiver_epoch:
             self._receiver_epoch, self._reached = message.epoch, 0
-            kept: set[int] = set()
+            arrived: set[int] = set()
         else:
-            kept = {n for n in message.held if n < message.expected and n in self._outgoing}
-            for number in [n for n in self._outgoing if n < message.expected and n not in kept]:
+            arrived = {n for n in message.held if n < message.expected and n in self._outgoing}
+            for number in [n for n in self._outgoing if n < message.expected and n not in arrived]:
                 self._outgoing.pop(number).acknowledged()
-        self._unsent = deque(number for number in self._outgoing if number not in kept)
-        self._used = sum((self._outgoing[number].cost for number in kept), NONE)
+        self._unsent = deque(number for number in self._outgoing if number not in arrived)
+        self._used = sum((self._outgoing[number].cost for number in arrived), NONE)
         self._live, self.limits = True, message
         self._hear_early(message.early)
         self.end_confirmed = self._ended and message.ended

@@ -149,8 +149,8 @@ class Receiver:
             if self._step(0.0):
                 continue
             self.flush()
-            left = deadline - time.monotonic()
-            if timeout_s <= 0 or left <= 0 or self.finished or not self._step(left):
+            remaining_s = deadline - time.monotonic()
+            if timeout_s <= 0 or remaining_s <= 0 or self.finished or not self._step(remaining_s):
                 return None
         return None
 
@@ -188,7 +188,7 @@ class Receiver:
         self._reply(self._inbox.expect(senders))
 
     def grow(self, capacity_rows: int) -> None:
-        """Hold so many rows from now on, where that is more; the senders hear of it."""
+        """Hold at least so many rows from now on; the senders are told."""
         self._reply(self._inbox.grow(capacity_rows))
 
     def over(self, sender: str) -> None:

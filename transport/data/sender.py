@@ -198,7 +198,7 @@ class ReceiverSet:
 
     @property
     def receivers(self) -> list[str]:
-        """Addresses of the receivers, those that retire and are not through included."""
+        """Addresses of the receivers, including retiring ones that are not through."""
         return [peer.address for peer in self._peers]
 
     def add_receiver(self, address: str) -> None:
@@ -209,12 +209,12 @@ class ReceiverSet:
         that can still give it the batches of another. A receiver that left may come back, restarted
         or not. Raises ValueError for an address that it has; AddressError.
         """
-        known = next((peer for peer in self._peers if peer.address == address), None)
-        if known is not None:
-            there = "one that retires and is not through; wait until it is gone from `receivers`"
+        existing = next((peer for peer in self._peers if peer.address == address), None)
+        if existing is not None:
+            state = "one that retires and is not through; wait until it is gone from `receivers`"
             raise ValueError(
                 f"edge '{self.edge}' has the receiver {address} already; got it again; it is "
-                f"{there if known.retiring else 'in use: add each once'}"
+                f"{state if existing.retiring else 'in use: add each once'}"
             )
         self._connect(address)
 
@@ -304,16 +304,16 @@ class ReceiverSet:
             and under_way + need.rows > self._most_rows
         ):
             return None
-        found = next_receiver(
+        chosen = next_receiver(
             [peer.outbox.room(need) for peer in peers], last=self._last, slack=self._slack_rows
         )
-        if found is None:
+        if chosen is None:
             for peer in peers:
                 peer.check_fits(need)
             return None
-        peers[found].check_fits(need)
-        self._last = found
-        return peers[found]
+        peers[chosen].check_fits(need)
+        self._last = chosen
+        return peers[chosen]
 
     def _rows(self) -> int:
         """Rows that receivers have and did not acknowledge, alone or with their batch."""
@@ -521,13 +521,13 @@ class Sender(ReceiverSet):
         try:
             while linger_s > 0 and not self.drained:
                 self.poll()
-                left = deadline - self._clock()
+                remaining_s = deadline - self._clock()
                 if self.drained:
                     break
                 waiting = [peer for peer in self._peers if not peer.outbox.drained] or self._peers
-                if left <= 0:
+                if remaining_s <= 0:
                     raise WaitTimeout(self._waiting(waiting, linger_s))
-                waiting[0].connection.wait(min(left, 0.1))
+                waiting[0].connection.wait(min(remaining_s, 0.1))
         finally:
             for peer in self._peers:
                 peer.connection.close()
@@ -548,12 +548,15 @@ class Sender(ReceiverSet):
                 peer.end()
 
     def _waiting(self, peers: Sequence[ReceiverPeer], linger_s: float) -> str:
-        who = ", ".join(f"{peer.address} ({peer.outbox.unacknowledged} batches)" for peer in peers)
+        receivers = ", ".join(
+            f"{peer.address} ({peer.outbox.unacknowledged} batches)" for peer in peers
+        )
         homeless = (
             f" and {len(self._returned)} batches without a receiver" if self._returned else ""
         )
         return (
             f"'{self.sender_id}' closed edge '{self.edge}' before everything was acknowledged;"
-            f" waited {linger_s:.1f} s for {who}{homeless}; the receiver is stuck or gone: look"
+            f" waited {linger_s:.1f} s for {receivers}{homeless}; the receiver is stuck or gone:"
+            " look"
             " into its log, or raise linger_s"
         )

@@ -103,7 +103,7 @@ class SocketConnection:
         return True
 
     def get(self) -> Message | ConnectionEvent | Junk | None:
-        """How the connection changed, or what the receiver said."""
+        """A change of the connection, or a message of the receiver."""
         if _readable(self._monitor):
             event = parse_monitor_message(self._monitor.recv_multipart(zmq.NOBLOCK))
             return _EVENTS[int(event["event"])]
@@ -245,8 +245,8 @@ class SocketListener:
 
     def _await_unbound(self) -> None:
         deadline = time.monotonic() + _UNBIND_TIMEOUT_S
-        while (left := deadline - time.monotonic()) > 0:
-            if self._monitor.poll(max(1, round(left * 1000))):
+        while (remaining_s := deadline - time.monotonic()) > 0:
+            if self._monitor.poll(max(1, round(remaining_s * 1000))):
                 event = parse_monitor_message(self._monitor.recv_multipart(zmq.NOBLOCK))
                 if int(event["event"]) == zmq.Event.CLOSED:
                     return

@@ -23,15 +23,15 @@ def built(source: str) -> ctypes.CDLL | None:
 @functools.cache
 def library() -> ctypes.CDLL | None:
     """The kernels that copy and sum."""
-    found = built("kernels.c")
-    if found is None:
+    lib = built("kernels.c")
+    if lib is None:
         return None
-    found.dataflow_copy.argtypes = (_POINTER, _LONG, _POINTER, _POINTER, _POINTER, _LONG, _LONG)
-    found.dataflow_copy.restype = None
-    found.dataflow_sums.argtypes = (_POINTER, _POINTER, _POINTER, _LONG, _POINTER)
-    found.dataflow_sums.restype = None
-    found.dataflow_follow.argtypes = (_POINTER,)
-    found.dataflow_follow.restype = _LONG
-    found.dataflow_forget.argtypes = (_POINTER,)
-    found.dataflow_forget.restype = None
-    return found
+    lib.dataflow_copy.argtypes = (_POINTER, _LONG, _POINTER, _POINTER, _POINTER, _LONG, _LONG)
+    lib.dataflow_copy.restype = None
+    lib.dataflow_sums.argtypes = (_POINTER, _POINTER, _POINTER, _LONG, _POINTER)
+    lib.dataflow_sums.restype = None
+    lib.dataflow_follow.argtypes = (_POINTER,)
+    lib.dataflow_follow.restype = _LONG
+    lib.dataflow_forget.argtypes = (_POINTER,)
+    lib.dataflow_forget.restype = None
+    return lib

@@ -80,18 +80,18 @@ class Copier:
 
     def _compile(self, sources: Sequence[torch.Tensor]) -> None:
         both = list(zip(self._destinations, sources, strict=True))
-        boxes = [box(there, here) if library() else None for there, here in both]
-        self._table = np.array([one or NOTHING for one in boxes], np.int64).reshape(
+        boxes = [box(destination, source) if library() else None for destination, source in both]
+        self._table = np.array([box or NOTHING for box in boxes], np.int64).reshape(
             len(boxes), len(Box._fields)
         )
         self._groups, at = [], 0
         words = [
-            one is None and _dense_words(there, here)
-            for one, (there, here) in zip(boxes, both, strict=True)
+            box is None and _dense_words(destination, source)
+            for box, (destination, source) in zip(boxes, both, strict=True)
         ]
         kinds = [
-            "boxes" if one else "words" if other else "torch"
-            for one, other in zip(boxes, words, strict=True)
+            "boxes" if box else "words" if word else "torch"
+            for box, word in zip(boxes, words, strict=True)
         ]
         for kind, run in groupby(kinds):
             length = len(list(run))
@@ -138,20 +138,23 @@ class Copier:
     def _copy_words(self, sources: Sequence[torch.Tensor], first: int, end: int) -> None:
         from transport.native.triton_words import word_plan
 
-        there = self._destinations[first:end]
-        plan = word_plan(tuple(tensor.nbytes for tensor in there), there[0].device)
+        destinations = self._destinations[first:end]
+        plan = word_plan(tuple(tensor.nbytes for tensor in destinations), destinations[0].device)
         addresses = [
-            [tensor.data_ptr() for tensor in tensors] for tensors in (there, sources[first:end])
+            [tensor.data_ptr() for tensor in tensors]
+            for tensors in (destinations, sources[first:end])
         ]
         self._sums[first:end] = plan.copy(*addresses)
 
 
-def _dense_words(there: torch.Tensor, here: torch.Tensor) -> bool:
+def _dense_words(destination: torch.Tensor, source: torch.Tensor) -> bool:
     """Whether both lie dense on one GPU, in whole words of one dtype."""
     return (
-        by_triton(there.device)
-        and (there.device, there.dtype) == (here.device, here.dtype)
-        and there.is_contiguous()
-        and here.is_contiguous()
-        and not any(number % 8 for number in (there.nbytes, there.data_ptr(), here.data_ptr()))
+        by_triton(destination.device)
+        and (destination.device, destination.dtype) == (source.device, source.dtype)
+        and destination.is_contiguous()
+        and source.is_contiguous()
+        and not any(
+            number % 8 for number in (destination.nbytes, destination.data_ptr(), source.data_ptr())
+        )
     )

@@ -62,10 +62,10 @@ def _by_kernel(
     )
     kernels.dataflow_differences.restype = ctypes.c_int64
     buffers = (tensor.data_ptr() for tensor in (blocks, counts, lows, values))
-    found = kernels.dataflow_differences(old.data_ptr(), new.data_ptr(), words, most, *buffers)
-    known = found <= most
+    count = kernels.dataflow_differences(old.data_ptr(), new.data_ptr(), words, most, *buffers)
+    fits = count <= most
     return Differences(
-        blocks, counts, lows[:found] if known else None, values[:found] if known else None
+        blocks, counts, lows[:count] if fits else None, values[:count] if fits else None
     )
 
 
@@ -74,29 +74,29 @@ def _by_torch(old: torch.Tensor, new: torch.Tensor, most_words: int) -> Differen
     before, after = (buffer[: 2 * words].view(torch.int16) for buffer in (old, new))
     changed = torch.zeros(-(-len(new) // (8 * BLOCK)) * 8, dtype=torch.bool, device=new.device)
     counts = torch.zeros(-(-words // PAGE_WORDS), dtype=torch.int32, device=new.device)
-    found: list[torch.Tensor] | None = [torch.zeros(0, dtype=torch.int64, device=new.device)]
-    known = 0
+    positions: list[torch.Tensor] | None = [torch.zeros(0, dtype=torch.int64, device=new.device)]
+    count = 0
     for low in range(0, words, SLICE_WORDS):
         differs = before[low : low + SLICE_WORDS] != after[low : low + SLICE_WORDS]
         first, last = low * 2 // BLOCK, min(bits, (low + SLICE_WORDS) * 2 // BLOCK)
         whole = differs[: (last - first) * BLOCK // 2].view(torch.int64).view(-1, BLOCK // 16)
         changed[first:last] = (whole != 0).any(1)
         at = low + _true(differs)
-        known += len(at)
-        if found is not None:
-            found = [*found, at] if known <= most_words else None
+        count += len(at)
+        if positions is not None:
+            positions = [*positions, at] if count <= most_words else None
         pages = torch.bincount((at - low) // PAGE_WORDS, minlength=-(-len(differs) // PAGE_WORDS))
         counts[low // PAGE_WORDS :][: len(pages)] = pages.to(torch.int32)
     packed = (
         changed.view(-1, 8).to(torch.uint8) << torch.arange(8, dtype=torch.uint8, device=new.device)
     ).sum(1, dtype=torch.uint8)
-    places = None if found is None else torch.cat(found)
+    places = None if positions is None else torch.cat(positions)
     lows = None if places is None else (places % PAGE_WORDS).to(torch.int16)
     return Differences(packed, counts, lows, None if places is None else after[places])
 
 
 def _true(flags: torch.Tensor) -> torch.Tensor:
-    """int64: the places of what is true; numpy is the faster one on a CPU."""
+    """int64: the indices of true elements; numpy is faster on a CPU."""
     if flags.device.type == "cpu":
         return torch.from_numpy(np.flatnonzero(flags.numpy()))
     return flags.nonzero().view(-1)

@@ -1,4 +1,4 @@
-"""Sums a buffer on a thread of its own, behind whoever writes it: the reader's proof costs its loop
+"""Sums a buffer on a thread of its own, behind the writer: the reader's proof costs its loop
 nothing.
 """
 

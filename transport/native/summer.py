@@ -1,6 +1,4 @@
-"""Sums many tensors where they lie, whatever their strides: no Python per tensor once it is
-compiled.
-"""
+"""Sums many tensors in place, with any strides: no Python per tensor once it is compiled."""
 
 from __future__ import annotations
 
@@ -24,10 +22,10 @@ class Summer:
         """They are held; `run` sums what they hold then."""
         self._tensors = [tensor.detach() for tensor in tensors]
         boxes = [box(tensor, tensor) if library() else None for tensor in self._tensors]
-        self._read = [at for at, one in enumerate(boxes) if one]
-        self._laid = [at for at, one in enumerate(boxes) if not one]
-        found = [one._replace(to=0, to_stride=0) for one in boxes if one]
-        self._table = np.array(found, np.int64).reshape(len(found), len(Box._fields))
+        self._read = [at for at, box in enumerate(boxes) if box]
+        self._laid = [at for at, box in enumerate(boxes) if not box]
+        rows = [box._replace(to=0, to_stride=0) for box in boxes if box]
+        self._table = np.array(rows, np.int64).reshape(len(rows), len(Box._fields))
 
     def run(self) -> list[int]:
         """Of all, in order."""
@@ -41,5 +39,5 @@ class Summer:
         for at in self._laid:
             data = dense_bytes(self._tensors[at])
             sums[at] = pairs(data, [0], [data.numel()])[0]
-        found: list[int] = folded(sums).tolist()
-        return found
+        checksums: list[int] = folded(sums).tolist()
+        return checksums

@@ -35,14 +35,14 @@ def wordsums(buffer: torch.Tensor, offsets: Ints, sizes: Ints) -> list[int]:
     """The checksums of the ranges [offset, offset + size) of a dense buffer, uint8[n], on any
     device.
     """
-    found: list[int] = folded(pairs(buffer, offsets, sizes)).tolist()
-    return found
+    checksums: list[int] = folded(pairs(buffer, offsets, sizes)).tolist()
+    return checksums
 
 
 def pairs(buffer: torch.Tensor, offsets: Ints, sizes: Ints) -> Pairs:
     """s1 and s2 of those ranges, uint64[ranges, 2]."""
     begins, lengths = np.asarray(offsets, np.int64), np.asarray(sizes, np.int64)
-    found = np.empty((len(begins), 2), np.uint64)
+    sums = np.empty((len(begins), 2), np.uint64)
     if by_triton(buffer.device) and not ((begins + buffer.data_ptr()) % 8).any():
         from transport.native.triton_words import word_plan
 
@@ -55,19 +55,19 @@ def pairs(buffer: torch.Tensor, offsets: Ints, sizes: Ints) -> Pairs:
             begins.ctypes.data,
             lengths.ctypes.data,
             len(begins),
-            found.ctypes.data,
+            sums.ctypes.data,
         )
-        return found
+        return sums
     parts = [
         buffer[begin : begin + size]
         for begin, size in zip(begins.tolist(), lengths.tolist(), strict=True)
     ]
     if buffer.device.type == "cpu":
-        for row, part in zip(found, parts, strict=True):
+        for row, part in zip(sums, parts, strict=True):
             row[:] = _by_numpy(part.numpy())
     elif parts:
-        found[:] = torch.stack([_by_torch(part) for part in parts]).cpu().numpy().view(np.uint64)
-    return found
+        sums[:] = torch.stack([_by_torch(part) for part in parts]).cpu().numpy().view(np.uint64)
+    return sums
 
 
 @functools.cache
@@ -106,12 +106,12 @@ def _by_numpy(data: NDArray[np.uint8]) -> Pairs:
         (at // 8, data[at : min(at + 8 * CHUNK_WORDS, whole)])
         for at in range(0, whole, 8 * CHUNK_WORDS)
     ]
-    found = np.zeros(2, np.uint64)
+    total = np.zeros(2, np.uint64)
     for before, part in [*parts, (whole // 8, tail)]:
         words = part.view("<u8")
         own = [words.sum(dtype=np.uint64), (words * _places()[: len(words)]).sum(dtype=np.uint64)]
-        found = joined(found, np.array(own, np.uint64), before)
-    return found
+        total = joined(total, np.array(own, np.uint64), before)
+    return total
 
 
 def _by_torch(data: torch.Tensor) -> torch.Tensor:

@@ -67,15 +67,15 @@ class WordPlan:
     ) -> NDArray[np.uint64]:
         owner, first, count, keep = self._table
         programs, device = owner.numel(), self._table.device
-        found = torch.zeros((self._ranges, 2), dtype=torch.int64, device=device)
+        totals = torch.zeros((self._ranges, 2), dtype=torch.int64, device=device)
         if programs:
             places = torch.tensor([list(destinations), list(sources)], dtype=torch.int64).to(device)
             parts = torch.empty((programs, 2), dtype=torch.int64, device=device)
-            given = (places[0], places[1], owner, first, count, keep, parts)
+            arguments = (places[0], places[1], owner, first, count, keep, parts)
             with torch.cuda.device_of(parts):
-                _move[(programs,)](*given, copies=copies, block=BLOCK_WORDS, num_warps=8)
-            found.index_add_(0, owner, parts)
-        pairs: NDArray[np.uint64] = found.cpu().numpy().view(np.uint64)
+                _move[(programs,)](*arguments, copies=copies, block=BLOCK_WORDS, num_warps=8)
+            totals.index_add_(0, owner, parts)
+        pairs: NDArray[np.uint64] = totals.cpu().numpy().view(np.uint64)
         return pairs
 
 
@@ -106,20 +106,21 @@ def _move(
     source = tl.load(sources + owner).to(tl.pointer_type(tl.int64)) + first
     destination = tl.load(destinations + owner).to(tl.pointer_type(tl.int64)) + first
     lanes = tl.arange(0, block)
-    here = tl.zeros([block], tl.int64)
+    lane_words = tl.zeros([block], tl.int64)
     sums = tl.zeros([block], tl.int64)
     for step in range(0, count, block):
         index = step + lanes
         word = tl.load(source + index, mask=index < count, other=0)
         if copies:
             tl.store(destination + index, word, mask=index < count)
-        here += word
-        sums += here
+        lane_words += word
+        sums += lane_words
     # Of T trips, `sums` holds the word of trip t (T - t) times: no product for each word.
     places = first + 1 + lanes + block * tl.cdiv(count, block).to(tl.int64)
     last = tl.load(source + count - 1)
     spare = (last & keep) - last
-    tl.store(parts + 2 * program, tl.sum(here) + spare)
+    tl.store(parts + 2 * program, tl.sum(lane_words) + spare)
     tl.store(
-        parts + 2 * program + 1, tl.sum(here * places - sums * block) + spare * (first + count)
+        parts + 2 * program + 1,
+        tl.sum(lane_words * places - sums * block) + spare * (first + count),
     )

@@ -51,14 +51,14 @@ class Encoding:
     """Patterns, as of a shell, of names that are not quantized. Where `names` is None."""
 
     def __post_init__(self) -> None:
-        for what, found, known in (
+        for setting, value, choices in (
             ("dtype", self.dtype, FLOATING),
             ("quantized", self.quantized, QUANTIZED),
         ):
-            if found is not None and found not in known:
+            if value is not None and value not in choices:
                 raise LayoutMismatch(
-                    f"weights cannot travel with that {what}; found {found!r}; use one of"
-                    f" {sorted(known)}"
+                    f"weights cannot travel with that {setting}; found {value!r}; use one of"
+                    f" {sorted(choices)}"
                 )
 
     def quantizes(self, name: str, shape: tuple[int, ...], dtype: str) -> bool:
@@ -68,7 +68,7 @@ class Encoding:
         return (
             name in self.names
             if self.names is not None
-            else not any(fnmatchcase(name, each) for each in self.kept)
+            else not any(fnmatchcase(name, pattern) for pattern in self.kept)
         )
 
     def travels_as(self, dtype: str) -> str:
@@ -100,24 +100,26 @@ class Encoding:
         LayoutMismatch as `flat_layout`, and where a tensor to be quantized lies in one of another
         name.
         """
-        chosen = self._chosen((held.name, held.shape, held.dtype) for held in full.tensors.values())
+        chosen = self._chosen(
+            (tensor.name, tensor.shape, tensor.dtype) for tensor in full.tensors.values()
+        )
         tensors: dict[str, TensorLayout] = {}
-        for name, held in full.tensors.items():
+        for name, tensor in full.tensors.items():
             if name not in chosen:
-                tensors[name] = replace(held, dtype=self.travels_as(held.dtype))
+                tensors[name] = replace(tensor, dtype=self.travels_as(tensor.dtype))
                 continue
-            if held.into != name:
+            if tensor.into != name:
                 raise LayoutMismatch(
                     f"'{name}' cannot be quantized by the ranks that hold it; found it fused into"
-                    f" '{held.into}'; offer it as a tensor of its own"
+                    f" '{tensor.into}'; offer it as a tensor of its own"
                 )
-            tensors[name] = replace(held, dtype=chosen[name].dtype)
+            tensors[name] = replace(tensor, dtype=chosen[name].dtype)
             scale = name + SCALE
             tensors[scale] = TensorLayout(
                 name=scale,
-                shape=(*held.shape[:-1], 1),
+                shape=(*tensor.shape[:-1], 1),
                 dtype="float32",
-                shards=held.shards.of_rows(),
+                shards=tensor.shards.of_rows(),
                 into=scale,
             )
         return replace(full, tensors=tensors)
@@ -154,11 +156,13 @@ class Encoding:
         """The format of those of (name, shape, dtype) that are quantized."""
         if self.quantized is None:
             return {}
-        chosen = {each[0]: QUANTIZED[self.quantized] for each in tensors if self.quantizes(*each)}
-        if left := (self.names or frozenset()) - chosen.keys():
+        chosen = {
+            tensor[0]: QUANTIZED[self.quantized] for tensor in tensors if self.quantizes(*tensor)
+        }
+        if missing := (self.names or frozenset()) - chosen.keys():
             raise LayoutMismatch(
                 "a tensor that is to be quantized is no floating matrix of this model; found"
-                f" '{min(left)}' among {len(self.names or ())} names; name tensors of two"
+                f" '{min(missing)}' among {len(self.names or ())} names; name tensors of two"
                 " dimensions or more, tied ones by their first name"
             )
         return chosen

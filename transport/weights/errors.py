@@ -40,13 +40,13 @@ class SegmentError(WeightError):
 
 
 def waited(
-    who: str, version: int, timeout_s: float, held: int, heard: bool
+    reader: str, version: int, timeout_s: float, held: int, heard: bool
 ) -> WaitTimeout | PeerGone:
-    """What a reader raises that waited in vain: PeerGone when the writer was not `heard` in all
-    that time.
+    """The error of a reader that waited in vain: PeerGone when the writer was silent all that time,
+    else WaitTimeout.
     """
-    found = f"version {held}" if heard else "no word from the writer"
+    progress = f"version {held}" if heard else "no word from the writer"
     return (WaitTimeout if heard else PeerGone)(
-        f"{who} waited {timeout_s:g} s for weights of version {version}; found {found}; "
+        f"{reader} waited {timeout_s:g} s for weights of version {version}; found {progress}; "
         f"{'look at what holds the trainer up' if heard else 'look whether the trainer is alive'}"
     )

@@ -1,5 +1,5 @@
-"""The generator's end of the weight plane: hear of versions, adopt the newest between two decode
-steps.
+"""The generator's end of the weight plane: follow offers, adopt the newest version between two
+decode steps.
 """
 
 from __future__ import annotations
@@ -293,15 +293,15 @@ class WeightReader:
                 self.adopt()
             if self.version >= version:
                 return self.version
-            left = deadline - self._clock()
-            if left <= 0:
+            remaining_s = deadline - self._clock()
+            if remaining_s <= 0:
                 break
             if self._membership.offer and self._transfer and self._transfer.verification.running:
                 time.sleep(NAP_S)
             else:
-                self._port.wait(min(left, 0.05))
-        heard = self._membership.heard >= begun
-        raise waited(f"reader '{self.name}'", version, timeout_s, self.version, heard)
+                self._port.wait(min(remaining_s, 0.05))
+        is_alive = self._membership.heard >= begun
+        raise waited(f"reader '{self.name}'", version, timeout_s, self.version, is_alive)
 
     def close(self) -> None:
         """Leave the writer; attached tensors keep the version held, in memory of their own."""
@@ -324,23 +324,23 @@ class WeightReader:
         if damage is not None:
             self._give_up()
             self._port.send(self._membership.refused(offer, damage))
-            what = (
+            problem = (
                 f"version {offer.version} is damaged and reader '{self.name}' keeps version"
                 f" {self.version}; found other bytes in {damage} than were published; wait for the"
                 " next version"
             )
             if not self._keeps:
-                raise ChecksumMismatch(what)
-            log.warning(what)
+                raise ChecksumMismatch(problem)
+            log.warning(problem)
             return None
         return offer
 
     def _shown(self, entered: Offer) -> VerifiedOffer:
-        """What the other ranks of this reader are told of a version that this one is inside of."""
-        layout, told = self._layout, self._told
+        """The message to this reader's other ranks about a version that this rank is inside of."""
+        layout, sent_layout = self._layout, self._told
         assert layout is not None, "it has a segment"
         self._told = layout
-        news = None if layout is told else layout.to_plain()
+        news = None if layout is sent_layout else layout.to_plain()
         return VerifiedOffer(version=entered.version, segment=entered.segment, layout=news)
 
     def _bind(self) -> None:

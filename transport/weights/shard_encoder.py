@@ -74,9 +74,9 @@ class ShardEncoder(BaseEncoder):
         jobs = {job.names[0]: job for job in self._jobs}
         self._cut: dict[str, _CutRows] = {}
         self._rows = 0
-        for name, held in full.tensors.items():
+        for name, tensor in full.tensors.items():
             scale = self.layout.tensors.get(name + SCALE)
-            if scale is None or not held.shards.cuts_rows(held.shape[-1]):
+            if scale is None or not tensor.shards.cuts_rows(tensor.shape[-1]):
                 continue
             if name in jobs:
                 self._cut[name] = _CutRows(jobs[name], self._rows, scale.shape, _boxes(scale, rank))
@@ -106,7 +106,9 @@ class ShardEncoder(BaseEncoder):
 
 def _nbytes(layout: Layout) -> int:
     """Of all tensors, each once."""
-    return sum(math.prod(held.shape) * ITEM_BYTES[held.dtype] for held in layout.tensors.values())
+    return sum(
+        math.prod(tensor.shape) * ITEM_BYTES[tensor.dtype] for tensor in layout.tensors.values()
+    )
 
 
 def _boxes(scale: TensorLayout, rank: int) -> tuple[tuple[Box, Box], ...]:
@@ -117,16 +119,17 @@ def _boxes(scale: TensorLayout, rank: int) -> tuple[tuple[Box, Box], ...]:
     shards = scale.shards
     own = shards.ranks == rank
     start, size, at = shards.start[own], (shards.stop - shards.start)[own], shards.local_start[own]
-    if (found := int(size.prod(axis=1).sum())) != (
+    if (own_rows := int(size.prod(axis=1).sum())) != (
         local := math.prod(shards.local_shape[own][0].tolist())
     ):
         raise LayoutMismatch(
             f"'{scale.name.removesuffix(SCALE)}' cannot be quantized on rank {rank}; found {local}"
-            f" rows in its local tensor for {found} of the full one; let each local row hold parts"
+            f" rows in its local tensor for {own_rows} of the full one; let each local row hold"
+            " parts"
             " of one row alone"
         )
     outer, inner = (
-        [_box(*each) for each in zip(low.tolist(), size.tolist(), strict=True)]
+        [_box(*pair) for pair in zip(low.tolist(), size.tolist(), strict=True)]
         for low in (start, at)
     )
     return tuple(zip(outer, inner, strict=True))

@@ -112,14 +112,14 @@ def jobs_of(
 
 def _taken(job: QuantizeJob, tensors: dict[str, torch.Tensor]) -> torch.Tensor:
     """What a job is to quantize, which leaves `tensors` under all of its names."""
-    found = [tensors.pop(name) for name in job.names if name in tensors]
-    shape = list(found[0].shape) if found else "no such tensor"
+    sources = [tensors.pop(name) for name in job.names if name in tensors]
+    shape = list(sources[0].shape) if sources else "no such tensor"
     if shape != list(job.values.shape):
         raise LayoutMismatch(
             f"'{job.names[0]}' cannot be quantized; found {shape}, not {list(job.values.shape)}; "
             "publish the tensors that the encoder was made for"
         )
-    return found[0]
+    return sources[0]
 
 
 class EncodedWriter:
@@ -166,10 +166,10 @@ def quantize(
     of rows of which these are parts.
     """
     into, scales = values.view(-1, values.shape[-1]), scale.view(-1, 1)
-    found = None if largest is None else largest.view(-1, 1)
+    maxima = None if largest is None else largest.view(-1, 1)
     for low, block in _slices(numbers, values, through):
         high = low + len(block)
-        fine = block.abs().amax(-1, keepdim=True) if found is None else found[low:high]
+        fine = block.abs().amax(-1, keepdim=True) if maxima is None else maxima[low:high]
         # By a number of Python's a GPU multiplies its reciprocal, which rounds otherwise than a
         # processor divides.
         fine = (fine / torch.full((), top, device=fine.device)).clamp_(min=TINY)
@@ -211,5 +211,5 @@ def decode(travelled: Mapping[str, torch.Tensor], destinations: Mapping[str, tor
     KeyError where one of them has not travelled.
     """
     for name, into in destinations.items():
-        found, scale = travelled[name], travelled.get(name + SCALE)
-        into.copy_(found if scale is None else found.float().mul_(scale))
+        values, scale = travelled[name], travelled.get(name + SCALE)
+        into.copy_(values if scale is None else values.float().mul_(scale))

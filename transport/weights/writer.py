@@ -119,8 +119,8 @@ class WeightWriter:
         self._newest, self._pending = version, (version, self._arranged(tensors))
         deadline = self._clock() + self._wait_s
         self.poll()
-        while self._pending and (left := deadline - self._clock()) > 0:
-            self._port.wait(min(left, 0.01))
+        while self._pending and (remaining_s := deadline - self._clock()) > 0:
+            self._port.wait(min(remaining_s, 0.01))
             self.poll()
         return self._pending is None
 
@@ -219,10 +219,10 @@ class WeightWriter:
         finally:
             segment.unseal(version if whole else -1)
         now = self._clock()
-        told = self._offers.written(
+        outgoing = self._offers.written(
             segment.key, version, sums, digests, now, now - began, self.layout.nbytes
         )
-        self._send(told)
+        self._send(outgoing)
 
     def _send(self, out: Outgoing) -> None:
         for peer, message in out:

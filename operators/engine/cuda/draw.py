@@ -64,11 +64,11 @@ def draw_plain(
     tokens = torch.empty(rows, dtype=torch.int64, device=logits.device)
     logprobs = torch.empty(rows, dtype=torch.float32, device=logits.device)
     marks = uniform(seeds, counts)
-    given = (logits, *logits.stride(), vocabulary, 1.0 / temperature)
+    logit_arguments = (logits, *logits.stride(), vocabulary, 1.0 / temperature)
     with torch.cuda.device_of(logits):
-        _measure[(rows, stretches)](*given, most, sums, stretch=stretch, num_warps=4)
+        _measure[(rows, stretches)](*logit_arguments, most, sums, stretch=stretch, num_warps=4)
         _pick[(rows,)](
-            *given,
+            *logit_arguments,
             most,
             sums,
             marks,
@@ -89,15 +89,15 @@ def _measure(
     """The largest logit of one stretch, and its sum of exponentials relative to that."""
     row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     at = part * stretch + tl.arange(0, stretch)
-    given = tl.load(
+    block = tl.load(
         logits + row * row_stride + at * at_stride, mask=at < vocabulary, other=-float("inf")
     )
-    given = given.to(tl.float32) * sharpness
-    top = tl.max(given, 0)
+    block = block.to(tl.float32) * sharpness
+    top = tl.max(block, 0)
     base = tl.where(top == -float("inf"), 0.0, top)
     to = row * tl.num_programs(1) + part
     tl.store(most + to, top)
-    tl.store(sums + to, tl.sum(tl.exp(given - base), 0))
+    tl.store(sums + to, tl.sum(tl.exp(block - base), 0))
 
 
 @triton.jit(do_not_specialize=["stretches"])
@@ -119,11 +119,11 @@ def _pick(
     """The first token at which the summed probability exceeds the row's mark."""
     row = tl.program_id(0).to(tl.int64)
     part = tl.arange(0, padded)
-    here = part < stretches
-    tops = tl.load(most + row * stretches + part, mask=here, other=-float("inf"))
+    in_range = part < stretches
+    tops = tl.load(most + row * stretches + part, mask=in_range, other=-float("inf"))
     top = tl.max(tops, 0)
-    held = tl.load(sums + row * stretches + part, mask=here, other=0.0)
-    weights = (held * tl.exp(tops - top)).to(tl.float64)
+    part_sums = tl.load(sums + row * stretches + part, mask=in_range, other=0.0)
+    weights = (part_sums * tl.exp(tops - top)).to(tl.float64)
     reached = tl.cumsum(weights, 0)
     total = tl.sum(weights, 0)
     mark = tl.load(marks + row) * total
@@ -133,13 +133,13 @@ def _pick(
 
     inside = tl.arange(0, stretch)
     at = chosen * stretch + inside
-    given = tl.load(
+    block = tl.load(
         logits + row * row_stride + at * at_stride, mask=at < vocabulary, other=-float("inf")
     )
-    given = given.to(tl.float32) * sharpness
-    each = tl.exp(given - top).to(tl.float64)
-    last = tl.max(tl.where(each > 0.0, inside, 0), 0)
-    token = tl.minimum(tl.sum((tl.cumsum(each, 0) <= mark).to(tl.int32), 0), last)
-    found = tl.sum(tl.where(inside == token, given, 0.0), 0)
+    block = block.to(tl.float32) * sharpness
+    exps = tl.exp(block - top).to(tl.float64)
+    last = tl.max(tl.where(exps > 0.0, inside, 0), 0)
+    token = tl.minimum(tl.sum((tl.cumsum(exps, 0) <= mark).to(tl.int32), 0), last)
+    logit = tl.sum(tl.where(inside == token, block, 0.0), 0)
     tl.store(tokens + row, (chosen * stretch + token).to(tl.int64))
-    tl.store(logprobs + row, (found - top - tl.log(total.to(tl.float32))))
+    tl.store(logprobs + row, (logit - top - tl.log(total.to(tl.float32))))

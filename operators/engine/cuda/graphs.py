@@ -78,17 +78,17 @@ class GraphReplays:
             self._ready.add(key)
 
     def forget(self) -> None:
-        """Something has moved: capture anew."""
+        """Drop the captured graphs: addresses have changed."""
         self._graphs.clear()
 
     def _aside(self, key: tuple[Hashable, ...]) -> None:
         """Run it on the stream that is captured later: what is made at first use is made there."""
         assert self._stream is not None
-        here = torch.cuda.current_stream(self._stream.device)
-        self._stream.wait_stream(here)
+        current = torch.cuda.current_stream(self._stream.device)
+        self._stream.wait_stream(current)
         with torch.cuda.stream(self._stream):
             self._work(*key)
-        here.wait_stream(self._stream)
+        current.wait_stream(self._stream)
 
     def _capture(self, key: tuple[Hashable, ...]) -> bool:
         graph = torch.cuda.CUDAGraph()

@@ -40,7 +40,7 @@ class LateFlags:
         self._read: torch.cuda.Event | None = None
 
     def push(self, tickets: AnyArray, flags: torch.Tensor) -> None:
-        """Flags bool [n] of the step just made, by row; `tickets` int64 [n] say whose they are."""
+        """Add the flags bool [n] of the newest step; `tickets` int64 [n] name their rows."""
         assert len(self._steps) <= self.lag, "the flags of earlier steps are to be read first"
         room = self._room[self._pushed % (self.lag + 1), : len(flags)]
         room.copy_(flags, non_blocking=True)
@@ -80,5 +80,5 @@ class LateFlags:
         if step.done is not None:
             step.done.synchronize()
             self._read = step.done
-        found: AnyArray = step.tickets[step.flags.numpy()]
-        return found
+        flagged: AnyArray = step.tickets[step.flags.numpy()]
+        return flagged

@@ -90,9 +90,10 @@ def chip(device: torch.device) -> Chip:
     """This device's; of the processor, where Triton interprets, one multiprocessor of an H100."""
     if device.type != "cuda":
         return Chip()
-    found = torch.cuda.get_device_properties(device)
+    properties = torch.cuda.get_device_properties(device)
     return Chip(
-        found.multi_processor_count, getattr(found, "shared_memory_per_block_optin", 48 * 1024)
+        properties.multi_processor_count,
+        getattr(properties, "shared_memory_per_block_optin", 48 * 1024),
     )
 
 
@@ -129,10 +130,10 @@ def paged_attention(
     wide, value_wide = (
         max(LEAST_DOT, triton.next_power_of_2(size)) for size in (width, value_width)
     )
-    here = chip(query.device)
-    tiles = fitted(tiles, (wide + value_wide) * keys.element_size(), here.shared_bytes)
+    limits = chip(query.device)
+    tiles = fitted(tiles, (wide + value_wide) * keys.element_size(), limits.shared_bytes)
     table, positions = layout.table, layout.positions
-    parts = splits(rows, kv_heads, table.shape[1] * PAGE, here.multiprocessors, tiles.block)
+    parts = splits(rows, kv_heads, table.shape[1] * PAGE, limits.multiprocessors, tiles.block)
     out = torch.empty(rows, heads, value_width, dtype=query.dtype, device=query.device)
     if parts == 1:
         mixed, most, total = out, out, out
@@ -247,29 +248,29 @@ def _attend(
     first = begin + part * share
     last = tl.minimum(first + share, position)
 
-    each = tl.arange(0, padded)
+    repeat = tl.arange(0, padded)
     at, value_at = tl.arange(0, wide), tl.arange(0, value_wide)
-    real, wanted, value_wanted = each < repeats, at < width, value_at < value_width
-    which = head * repeats + each
+    real, in_width, value_in_width = repeat < repeats, at < width, value_at < value_width
+    query_heads = head * repeats + repeat
     q = tl.load(
-        query + which[:, None] * q_head + row * q_row + at[None, :] * q_at,
-        mask=real[:, None] & wanted[None, :],
+        query + query_heads[:, None] * q_head + row * q_row + at[None, :] * q_at,
+        mask=real[:, None] & in_width[None, :],
         other=0.0,
     )
     top = tl.full([padded], -float("inf"), tl.float32)
     sums = tl.zeros([padded], tl.float32)
     acc = tl.zeros([padded, value_wide], tl.float32)
     if part == 0:
-        new_key = tl.load(key + head * k_head + row * k_row + at * k_at, mask=wanted, other=0.0)
+        new_key = tl.load(key + head * k_head + row * k_row + at * k_at, mask=in_width, other=0.0)
         new_value = tl.load(
-            value + head * v_head + row * v_row + value_at * v_at, mask=value_wanted, other=0.0
+            value + head * v_head + row * v_row + value_at * v_at, mask=value_in_width, other=0.0
         )
         home = tl.load(table + row * table_row + position // page).to(tl.int64)
         place = position % page
         tl.store(
             keys + home * keys_page + head * keys_head + place * keys_place + at * keys_at,
             new_key,
-            mask=wanted,
+            mask=in_width,
         )
         tl.store(
             values
@@ -278,7 +279,7 @@ def _attend(
             + place * values_place
             + value_at * values_at,
             new_value,
-            mask=value_wanted,
+            mask=value_in_width,
         )
         top = tl.sum(q.to(tl.float32) * new_key.to(tl.float32)[None, :], 1) * scale
         if capped:
@@ -287,21 +288,21 @@ def _attend(
         acc = tl.zeros([padded, value_wide], tl.float32) + new_value.to(tl.float32)[None, :]
 
     for start in range(first, last, block):
-        here = start + tl.arange(0, block)
-        there = here < last
-        pages = tl.load(table + row * table_row + here // page, mask=there, other=0).to(tl.int64)
-        places = here % page
+        token = start + tl.arange(0, block)
+        valid = token < last
+        pages = tl.load(table + row * table_row + token // page, mask=valid, other=0).to(tl.int64)
+        places = token % page
         k = tl.load(
             keys
             + (pages * keys_page + places * keys_place + head * keys_head)[None, :]
             + at[:, None] * keys_at,
-            mask=wanted[:, None] & there[None, :],
+            mask=in_width[:, None] & valid[None, :],
             other=0.0,
         )
         scores = tl.dot(q, k, input_precision="ieee") * scale
         if capped:
             scores = softcap * (2.0 * tl.sigmoid(2.0 * scores / softcap) - 1.0)
-        scores = tl.where(there[None, :], scores, -float("inf"))
+        scores = tl.where(valid[None, :], scores, -float("inf"))
         higher = tl.maximum(top, tl.max(scores, 1))
         weights = tl.exp(scores - higher[:, None])
         fade = tl.exp(top - higher)
@@ -309,7 +310,7 @@ def _attend(
             values
             + (pages * values_page + places * values_place + head * values_head)[:, None]
             + value_at[None, :] * values_at,
-            mask=there[:, None] & value_wanted[None, :],
+            mask=valid[:, None] & value_in_width[None, :],
             other=0.0,
         )
         acc = tl.dot(weights.to(v.dtype), v, acc * fade[:, None], input_precision="ieee")
@@ -317,12 +318,12 @@ def _attend(
         top = higher
 
     heads = tl.num_programs(1) * repeats
-    to = row * heads + which
+    to = row * heads + query_heads
     if whole:
         tl.store(
             mixed + to[:, None] * value_width + value_at[None, :],
             (acc / sums[:, None]).to(mixed.dtype.element_ty),
-            mask=real[:, None] & value_wanted[None, :],
+            mask=real[:, None] & value_in_width[None, :],
         )
     else:
         to = to * splits + part
@@ -331,7 +332,7 @@ def _attend(
         tl.store(
             mixed + to[:, None] * value_width + value_at[None, :],
             acc,
-            mask=real[:, None] & value_wanted[None, :],
+            mask=real[:, None] & value_in_width[None, :],
         )
 
 
@@ -359,5 +360,5 @@ def _merge(
         mask=filled[:, None] & (at < value_width)[None, :],
         other=0.0,
     )
-    found = tl.sum(acc * weights[:, None], 0) / tl.sum(sums * weights, 0)
-    tl.store(out + to * value_width + at, found.to(out.dtype.element_ty), mask=at < value_width)
+    merged = tl.sum(acc * weights[:, None], 0) / tl.sum(sums * weights, 0)
+    tl.store(out + to * value_width + at, merged.to(out.dtype.element_ty), mask=at < value_width)

@@ -50,13 +50,13 @@ Compiled = Callable[..., None]
 @functools.cache
 def kernel() -> Compiled | None:
     """The compiled kernel; None where there is no C compiler that can build it."""
-    found = library()
-    if found is None:
+    lib = library()
+    if lib is None:
         return None
-    function: Any = found.dataflow_decode_attention
+    function: Any = lib.dataflow_decode_attention
     function.argtypes, function.restype = _ARGUMENTS, None
-    found.dataflow_attention_scratch.argtypes = (_LONG,) * 3
-    found.dataflow_attention_scratch.restype = _LONG
+    lib.dataflow_attention_scratch.argtypes = (_LONG,) * 3
+    lib.dataflow_attention_scratch.restype = _LONG
     return function  # type: ignore[no-any-return]
 
 
@@ -88,14 +88,14 @@ def decode_attention(
     threads. Returns [n, H, D]. Raises ModelError for tensors that the kernel cannot take.
     """
     heads, rows, width = query.shape
-    found = [tuple(tensor.shape) for tensor in (key, value, keys, values)]
+    shapes = [tuple(tensor.shape) for tensor in (key, value, keys, values)]
     groups = keys.shape[1]
     if (
-        found[0] != found[1]
-        or found[2] != found[3]
-        or found[2][1:] != (groups, PAGE, width)
+        shapes[0] != shapes[1]
+        or shapes[2] != shapes[3]
+        or shapes[2][1:] != (groups, PAGE, width)
         or heads % groups
-        or found[0] != (groups, rows, width)
+        or shapes[0] != (groups, rows, width)
         or not query.stride(2) == key.stride(2) == value.stride(2) == 1
         or not keys.is_contiguous()
         or not values.is_contiguous()
@@ -104,7 +104,7 @@ def decode_attention(
     ):
         raise ModelError(
             "the C kernel needs queries, keys and values of one width and type (float32 or"
-            f" bfloat16) with a dense last axis; found {tuple(query.shape)} {query.dtype}, {found}"
+            f" bfloat16) with a dense last axis; found {tuple(query.shape)} {query.dtype}, {shapes}"
             f" {keys.dtype}; attend with torch's operators"
         )
     repeats, threads = heads // groups, torch.get_num_threads()
@@ -152,6 +152,6 @@ def decode_attention(
 
 def scratch_floats(queries: int, width: int, longest: int) -> int:
     """Floats that one thread needs to attend with so many queries at once, in whole cache lines."""
-    found = library()
-    assert found is not None
-    return int(-(-found.dataflow_attention_scratch(queries, width, longest) // 16) * 16)
+    lib = library()
+    assert lib is not None
+    return int(-(-lib.dataflow_attention_scratch(queries, width, longest) // 16) * 16)

@@ -1,4 +1,4 @@
-"""Which models the fused step can compute: decoders of the Llama shape, told by their classes and
+"""Which models the fused step computes: decoders of the Llama shape, recognised by classes and
 settings.
 """
 
@@ -27,11 +27,11 @@ def reason_against(model: torch.nn.Module) -> str | None:
     for module in model.modules():
         name = type(module).__name__
         own = type(module).__module__ == home and name.startswith(family)
-        known = (
+        is_known = (
             type(module) in (torch.nn.Linear, torch.nn.Embedding, torch.nn.ModuleList)
             or name in SILU
         )
-        if not own and not known:
+        if not own and not is_known:
             return f"it holds a {name}"
         if module._forward_hooks or module._forward_pre_hooks or "forward" in vars(module):
             return f"a hook or a forward of its own is set on a {name}"

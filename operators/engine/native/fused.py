@@ -203,28 +203,28 @@ class FusedStep:
             ModelError: there is no C compiler, or the model is not of the kind that the kernels
                 know.
         """
-        found = library()
+        lib = library()
         against = (
             "there is no C compiler that can build the kernels"
-            if found is None
+            if lib is None
             else reason_against(model)
         )
-        if against is not None or found is None:
+        if against is not None or lib is None:
             raise ModelError(
                 f"the fused step cannot compute this model: {against}; use the model's own forward"
                 " pass"
             )
-        found.dataflow_pack.argtypes = (POINTER, LONG, LONG)
-        found.dataflow_lanes.restype = LONG
-        found.dataflow_step_scratch.argtypes, found.dataflow_step_scratch.restype = (
+        lib.dataflow_pack.argtypes = (POINTER, LONG, LONG)
+        lib.dataflow_lanes.restype = LONG
+        lib.dataflow_step_scratch.argtypes, lib.dataflow_step_scratch.restype = (
             (POINTER, LONG),
             LONG,
         )
-        found.dataflow_step.argtypes = (POINTER, POINTER, LONG, POINTER, LONG, POINTER, LONG)
-        found.dataflow_step.restype = LONG
-        self._library = found
+        lib.dataflow_step.argtypes = (POINTER, POINTER, LONG, POINTER, LONG, POINTER, LONG)
+        lib.dataflow_step.restype = LONG
+        self._library = lib
         self._model = model
-        self._weights = PackedWeights(found, model, precision or model.lm_head.weight.dtype)
+        self._weights = PackedWeights(lib, model, precision or model.lm_head.weight.dtype)
         self._angles = (torch.empty(0, 0), torch.empty(0, 0))
         self._scratch = torch.empty(0)
         decoder = self._weights.decoder
@@ -308,7 +308,7 @@ class FusedStep:
         return logits
 
     def _attach(self, cache: KVCache) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Point the layers to the cache's tensors, which are made where they are not there yet."""
+        """Point the layers to the cache's tensors, which are allocated where they are missing."""
         decoder = self._weights.decoder
         expected = (decoder.heads, PAGE, decoder.width)
         like = self._like

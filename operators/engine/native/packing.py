@@ -87,9 +87,7 @@ class DecoderStruct(ctypes.Structure):
 
 
 class PackedWeights:
-    """Packs a model's weights, again whenever they changed, into memory that stays where it is
-    until it is let go.
-    """
+    """Packs a model's weights into memory at a fixed address, again whenever they change."""
 
     def __init__(self, library: Any, model: Any, precision: torch.dtype) -> None:
         """Make room for the weights of `model` (see `families.reason_against`) in that precision
@@ -156,15 +154,15 @@ class PackedWeights:
         self._library.dataflow_pack((Packing * count)(*packings), count, torch.get_num_threads())
 
     def read_windows(self) -> None:
-        """Take over what each layer sees of what came before."""
+        """Take over each layer's attention window."""
         for index, layer in enumerate(self.layers):
             layer.window = window_of(self._model, index)
 
     def _describe(self) -> None:
         """Lay out every weight in memory, from `start` on."""
         self._used = 0
-        for known in (self._matrices, self._biases, self._vectors):
-            known.clear()
+        for table in (self._matrices, self._biases, self._vectors):
+            table.clear()
         model, decoder = self._model, self.decoder
         self.read_windows()
         for layer, module in zip(self.layers, model.model.layers, strict=True):

@@ -90,8 +90,8 @@ class Lockstep:
         """Checksums of the parameters that each rank holds, rank by rank, by name."""
         with self._together("comparing weights"):
             self._tell(Digest())
-            others = self._answers(Digests)
-            return [group.digests(self.shards), *(dict(each.digests) for each in others)]
+            answers = self._answers(Digests)
+            return [group.digests(self.shards), *(dict(answer.digests) for answer in answers)]
 
     def close(self) -> None:
         """Give up all rows and end the other ranks; may be called again."""
@@ -108,7 +108,7 @@ def follow(
     watch: ExchangeWatch,
     beside: WeightsBeside | None = None,
 ) -> None:
-    """Do what rank 0 says until it says that all is over.
+    """Follow rank 0's messages until it ends the run.
 
     wait_s: for a message that has begun. watch: bounds exchanges. beside: this rank's end of the
     weight plane, where there is one.
@@ -125,12 +125,12 @@ def follow(
     engine, tokenizer = member.engine, member.built.tokenizer
     attached = (shard.local for shard in member.shards.values())
     memory = RankMemory(attached, member.aside, beside, functools.partial(put_aside, engine))
-    known: dict[tuple[str | int, ...], StopStrings] = {}
+    cache: dict[tuple[str | int, ...], StopStrings] = {}
     parent = os.getppid()
 
     def stops(strings: Sequence[str | int]) -> StopStrings:
         key = tuple(strings)
-        return known.get(key) or known.setdefault(key, StopStrings(tokenizer, key))
+        return cache.get(key) or cache.setdefault(key, StopStrings(tokenizer, key))
 
     def apply(message: Any) -> None:
         match message:

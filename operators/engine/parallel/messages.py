@@ -82,8 +82,8 @@ class StartMessage:
             sampling=self.sampling,
             stop=None if self.stop is None else stops(self.stop),
             partial=[
-                None if each is None else PartialRollout(begin=0, tokens=each.tokens)
-                for each in self.partial
+                None if row is None else PartialRollout(begin=0, tokens=row.tokens)
+                for row in self.partial
             ],
         )
 

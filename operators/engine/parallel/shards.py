@@ -79,8 +79,8 @@ class Shard:
 
 
 def distribute(model: Any, mesh: DeviceMesh, device: torch.device, name: str) -> dict[str, Shard]:
-    """Leave in `model`, which is called `name`, only this rank's slices, on `device`; its
-    parameters by name.
+    """Leave in `model`, called `name`, only this rank's slices, on `device`. Returns its parameters
+    by name.
 
     mesh: as `group.join` makes it. Names and full shapes are those that the model had. Raises
     ModelError as `heads_of`.
@@ -125,12 +125,12 @@ def localized(model: nn.Module, device: torch.device) -> dict[str, Shard]:
     shards: dict[str, Shard] = {}
     first: dict[int, str] = {}
     for name, parameter in list(model.named_parameters(remove_duplicate=False)):
-        known = first.setdefault(id(parameter), name)
-        if known == name:
+        first_name = first.setdefault(id(parameter), name)
+        if first_name == name:
             shards[name] = localize(model, name, device=device)
         else:
             where, _, leaf = name.rpartition(".")
-            model.get_submodule(where)._parameters[leaf] = model.get_parameter(known)
+            model.get_submodule(where)._parameters[leaf] = model.get_parameter(first_name)
     move_buffers(model, device)
     return shards
 
@@ -142,18 +142,18 @@ def move_buffers(model: nn.Module, device: torch.device) -> None:
             module._buffers[at] = buffer.to(device)
 
 
-def read_slices(model: Model, found: Outline, shards: Mapping[str, Shard]) -> None:
+def read_slices(model: Model, outline: Outline, shards: Mapping[str, Shard]) -> None:
     """Read what was cut on the meta device, these shards, from the model's files. ModelError where
     one cannot be read.
     """
     fill(
         model,
-        found,
+        outline,
         {
             name: (shards[name].local.data, shards[name].runs)
             if name in shards
-            else _whole_buffer(found.module, name)
-            for name in found.names
+            else _whole_buffer(outline.module, name)
+            for name in outline.names
         },
     )
 
@@ -186,12 +186,12 @@ def localize(
     part = parameter.to_local() if isinstance(parameter, DTensor) else parameter
     if rows is not None:
         part = rows.of(part).clone()
-    here = (
+    own_part = (
         torch.empty_like(part, device=device)
         if part.is_meta
         else part.detach().to(device).contiguous()
     )
-    local = kept = nn.Parameter(here, requires_grad=False)
+    local = registered = nn.Parameter(own_part, requires_grad=False)
     if isinstance(parameter, DTensor) and module in keep:
         wrapped: Any = DTensor.from_local(
             local,
@@ -202,9 +202,9 @@ def localize(
             stride=parameter.stride(),
         )
         wrapped._local_tensor = local
-        kept = nn.Parameter(wrapped, requires_grad=False)
-        kept._local_tensor = local  # type: ignore[attr-defined]
-    module._parameters[leaf] = kept
+        registered = nn.Parameter(wrapped, requires_grad=False)
+        registered._local_tensor = local  # type: ignore[attr-defined]
+    module._parameters[leaf] = registered
     if rows is not None:
         return Shard(local, shape, rows)
     return Shard(local, shape, _piece(parameter))
@@ -231,14 +231,14 @@ def taken(shards: Mapping[str, Shard], tensors: Mapping[str, torch.Tensor]) -> d
     """What a rank takes of each version, where it goes into these tensors: those of its parameters
     that are quantised are others than before, and may have scales, which are of whole rows.
     """
-    found: dict[str, Shard] = {}
+    slices: dict[str, Shard] = {}
     for name, shard in shards.items():
         into, scale = tensors[name], tensors.get(name + SCALE)
-        found[name] = shard if isinstance(into, DTensor) else replace(shard, local=into)
+        slices[name] = shard if isinstance(into, DTensor) else replace(shard, local=into)
         if scale is not None:
             piece = TensorSlice(None) if shard.cuts_rows else shard.piece
-            found[name + SCALE] = Shard(scale, (*shard.shape[:-1], 1), piece)
-    return found
+            slices[name + SCALE] = Shard(scale, (*shard.shape[:-1], 1), piece)
+    return slices
 
 
 def _piece(parameter: nn.Parameter) -> TensorSlice:

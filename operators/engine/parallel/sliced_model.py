@@ -35,20 +35,20 @@ def merged_slices(
     """
     layers = adapted_layers(model, lora, folder)
     merged = Merged(model, layers)
-    found: dict[str, Shard] = {}
+    merged_shards: dict[str, Shard] = {}
     for path, (rank, _) in layers.items():
         layer = shards[f"{path}.weight"]
         shapes = (rank, layer.shape[1]), (layer.shape[0], rank)
         for name, shape, cut in zip(tensor_names(path), shapes, (1, 0), strict=True):
             piece = layer.piece if layer.piece.dim == cut else TensorSlice(None)
-            found[name] = Shard(merged.tensors[name], shape, piece)
+            merged_shards[name] = Shard(merged.tensors[name], shape, piece)
     if folder is not None:
-        whole = {name: torch.empty(shard.shape) for name, shard in found.items()}
+        whole = {name: torch.empty(shard.shape) for name, shard in merged_shards.items()}
         read(folder, whole)
-        for name, shard in found.items():
+        for name, shard in merged_shards.items():
             shard.local.copy_(shard.piece.of(whole[name]))
         merged.adopted()
-    return merged, found
+    return merged, merged_shards
 
 
 @dataclass(frozen=True)
@@ -71,12 +71,12 @@ def sliced(model: Model, cut: Callable[[Any], dict[str, Shard]], loading: Loadin
     `load_merged` and `adapters.adapted_layers`, and what `cut` raises.
     """
     base, folder = base_of(model) if model.lora is not None else (model, None)
-    found = outlined(base)
-    with loading(found is None):
-        module = load_merged(base)[0] if found is None else found.module.requires_grad_(False)
+    outline = outlined(base)
+    with loading(outline is None):
+        module = load_merged(base)[0] if outline is None else outline.module.requires_grad_(False)
         shards = cut(module)
-        if found is not None:
-            read_slices(base, found, shards)
+        if outline is not None:
+            read_slices(base, outline, shards)
     if model.lora is None:
         return SlicedModel(module, shards, None)
     merged, adapters = merged_slices(module, model.lora, shards, folder)

@@ -45,8 +45,8 @@ class Intake:
         self._staged = staged
 
     def adopted(self) -> None:
-        """Quantise what the reader wrote since the last call, tensor by tensor; between two decode
-        steps.
+        """Quantise the tensors that the reader wrote since the last call, one by one, between two
+        decode steps.
 
         Buffers are filled in place. Views of the reader's memory are let go, so its closing copies
         nothing. Where versions arrive quantised there is nothing to do.
@@ -197,15 +197,17 @@ def quantise(
         full = tensors[name]
         largest = sliced.largest if sliced is not None and name in sliced.cut_rows else None
         if name in experts:
-            made: QuantisedLinear | QuantisedExperts = _experts(model, name, form, groups, largest)
+            quantised: QuantisedLinear | QuantisedExperts = _experts(
+                model, name, form, groups, largest
+            )
         else:
-            made = _linear(model, layers[name], form, groups, largest)
+            quantised = _linear(model, layers[name], form, groups, largest)
         if arrives_quantised:
-            tensors[name], tensors[name + SCALE] = made.weight, made.scale
+            tensors[name], tensors[name + SCALE] = quantised.weight, quantised.scale
             continue
         empty = None if adopt == "copy" else torch.zeros((), dtype=full.dtype).expand(full.shape)
         place = torch.nn.Parameter(full.data if empty is None else empty, requires_grad=False)
-        staged.append(_Staged(place, empty, made.take))
+        staged.append(_Staged(place, empty, quantised.take))
         tensors[name] = place
     if sliced is not None:
         sliced.connect([path for name in plan if name in layers for path in layers[name]])
@@ -225,14 +227,14 @@ def _chosen(model: torch.nn.Module, head: bool) -> tuple[dict[str, list[str]], s
     weights.
     """
     names = {id(parameter): name for name, parameter in model.named_parameters()}
-    kept = None if head else model.get_output_embeddings()  # type: ignore[operator]
+    output_layer = None if head else model.get_output_embeddings()  # type: ignore[operator]
     layers: dict[str, list[str]] = {}
-    other: set[str] = set()
+    excluded: set[str] = set()
     experts: set[str] = set()
     for path, module in model.named_modules():
         plain = (
             type(module) is torch.nn.Linear
-            and module is not kept
+            and module is not output_layer
             and path.rpartition(".")[2] not in ROUTERS
         )
         mixture = hasattr(module, "is_transposed") and hasattr(module, "has_gate")
@@ -245,8 +247,8 @@ def _chosen(model: torch.nn.Module, head: bool) -> tuple[dict[str, list[str]], s
             elif mixture and parameter.ndim == 3:
                 experts.add(name)
             else:
-                other.add(name)
-    return {name: paths for name, paths in layers.items() if name not in other}, experts
+                excluded.add(name)
+    return {name: paths for name, paths in layers.items() if name not in excluded}, experts
 
 
 def _linear(
@@ -255,16 +257,16 @@ def _linear(
     """Put one quantised weight in place of the linear layers at `paths`, which share their
     weight.
     """
-    made: list[QuantisedLinear] = []
+    quantised: list[QuantisedLinear] = []
     for path in paths:
         linear = model.get_submodule(path)
         assert isinstance(linear, torch.nn.Linear)
         layer = QuantisedLinear(linear, form, groups, largest)
-        if made:
-            layer._buffers.update(made[0]._buffers)
-        made.append(layer)
+        if quantised:
+            layer._buffers.update(quantised[0]._buffers)
+        quantised.append(layer)
         model.set_submodule(path, layer)
-    return made[0]
+    return quantised[0]
 
 
 def _experts(

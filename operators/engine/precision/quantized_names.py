@@ -1,5 +1,5 @@
-"""Which of a model's tensors a quantised generator takes quantised, told without its weights: where
-the trainer is.
+"""Which of a model's tensors a quantised generator takes quantised. The trainer asks this without
+the weights.
 """
 
 from __future__ import annotations

@@ -176,7 +176,7 @@ class VllmEngine:
 
     @property
     def waiting(self) -> int:
-        """None that we hear of: vLLM looks after its own memory."""
+        """Always none: vLLM manages its memory itself."""
         return 0
 
     @property
@@ -317,22 +317,22 @@ class VllmEngine:
         return live.stop.find(np.array(live.tokens))
 
     def _over(self, live: Live, reason: int, text: str | None = None) -> None:
-        """A rollout has ended; vLLM hears of it with the next step, in case it goes on."""
+        """A rollout has ended; the next step tells vLLM, in case it still runs there."""
         del self._rows[live.ticket]
         self._gone.append(live.ticket)
         self._ended.append(live.row().ended(reason, text))
 
     def _take(self) -> list[EndedRollout]:
         """The rollouts that have ended since the last time."""
-        found, self._ended = self._ended, []
-        return found
+        ended, self._ended = self._ended, []
+        return ended
 
 
 def _folder(model: Model) -> Path:
     """Where the model's files are on this machine."""
-    if (here := folder_here(model.source)) is not None:
-        return here
+    if (local := folder_here(model.source)) is not None:
+        return local
     from transformers.utils.hub import cached_file
 
-    found = cached_file(model.source, "config.json", revision=model.revision)
-    return Path(str(found)).parent
+    config_file = cached_file(model.source, "config.json", revision=model.revision)
+    return Path(str(config_file)).parent

@@ -1,6 +1,4 @@
-"""vLLM's process as its parent sees it: which interpreter, how it starts, what it says last, how it
-ends.
-"""
+"""vLLM's process from its parent's side: interpreter, start, last words of its log, end."""
 
 from __future__ import annotations
 
@@ -56,13 +54,13 @@ def interpreter(python: str | None, environment: Mapping[str, str]) -> str:
             f"engine 'vllm' needs vLLM, but this interpreter has none and {PYTHON} is not set;"
             f" install it: {INSTALL}"
         )
-    found = shutil.which(python)
-    if found is None:
+    path = shutil.which(python)
+    if path is None:
         raise ModelError(
             f"engine 'vllm' needs an interpreter that has vLLM; found no program {python}; install"
             f" vLLM: {INSTALL}"
         )
-    return found
+    return path
 
 
 def environment_of(
@@ -71,8 +69,10 @@ def environment_of(
     """The environment that vLLM's process starts with: one process, `threads` threads, one device,
     no reports.
     """
-    kept = {name: value for name, value in base.items() if name not in ("PYTHONPATH", "PYTHONHOME")}
-    asked = {
+    inherited = {
+        name: value for name, value in base.items() if name not in ("PYTHONPATH", "PYTHONHOME")
+    }
+    settings = {
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
         "VLLM_NO_USAGE_STATS": "1",
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
@@ -80,14 +80,14 @@ def environment_of(
     }
     openmp = Path(python).parent.parent / "lib" / "libiomp5.so"
     if device == "cpu" and openmp.is_file():
-        asked["LD_PRELOAD"] = ":".join(filter(None, [base.get("LD_PRELOAD"), str(openmp)]))
+        settings["LD_PRELOAD"] = ":".join(filter(None, [base.get("LD_PRELOAD"), str(openmp)]))
     kind, _, index = device.partition(":")
     if kind == "cuda":
         visible = base.get("CUDA_VISIBLE_DEVICES", "")
-        asked["CUDA_VISIBLE_DEVICES"] = (
+        settings["CUDA_VISIBLE_DEVICES"] = (
             visible.split(",")[int(index or 0)] if visible else index or "0"
         )
-    return {"VLLM_LOGGING_LEVEL": "WARNING", **kept, **asked}
+    return {"VLLM_LOGGING_LEVEL": "WARNING", **inherited, **settings}
 
 
 class ServerProcess:
@@ -148,25 +148,25 @@ class ServerProcess:
                 if self._child.poll() is None
                 else f"has exit code {self._child.returncode}"
             )
-            found = WorkerDied(
+            death = WorkerDied(
                 f"vLLM's process {self.pid} gave no answer within {timeout_s:g} s while {doing}; it"
                 f" {state}; its log ends: {self._log_tail()}; start again, with a longer deadline_s"
                 " if the machine is only slow"
             )
             _kill(self._child)
             self.close()
-            return found
+            return death
         return self._died(f"ended while {doing}")
 
     def close(self) -> None:
         """End the process: by closing the stream, then by force."""
         self._end()
 
-    def _died(self, what: str) -> RunError:
+    def _died(self, event: str) -> RunError:
         has_ended = ended_within(self._child, END_S)
         state = f"exit code {self._child.returncode}" if has_ended else "it is still ending"
         died = WorkerDied(
-            f"vLLM's process {self.pid} {what}; {state}; its log ends: {self._log_tail()}; mend"
+            f"vLLM's process {self.pid} {event}; {state}; its log ends: {self._log_tail()}; mend"
             " what the log names (exit code -9: too little memory, lower slots or cache_bytes) and"
             " start again"
         )

@@ -46,26 +46,26 @@ def reserve(size: int) -> int:
 def attach(file: int, layout: Layout) -> dict[str, torch.Tensor]:
     """The tensors of an open file, by name; writing into them writes into the file's memory."""
     memory = mmap.mmap(file, os.fstat(file).st_size)
-    found = {}
+    tensors = {}
     for name, (dtype, shape, at) in layout.items():
         kind = getattr(torch, dtype)
-        found[name] = torch.frombuffer(memory, dtype=kind, count=math.prod(shape), offset=at).view(
-            shape
-        )
-    return found
+        tensors[name] = torch.frombuffer(
+            memory, dtype=kind, count=math.prod(shape), offset=at
+        ).view(shape)
+    return tensors
 
 
 def pack_handle(handle: tuple[Any, ...]) -> list[Any]:
-    """What `torch.multiprocessing.reductions.reduce_tensor` says of a CUDA tensor, as plain
+    """The handle of a CUDA tensor (`torch.multiprocessing.reductions.reduce_tensor`) as plain
     values.
     """
-    _, size, stride, offset, _, dtype, *rest = handle
-    return [list(size), list(stride), offset, str(dtype).removeprefix("torch."), *rest]
+    _, size, stride, offset, _, dtype, *handle_fields = handle
+    return [list(size), list(stride), offset, str(dtype).removeprefix("torch."), *handle_fields]
 
 
 def unpack_handle(packed: list[Any]) -> tuple[Any, ...]:
     """The arguments of `rebuild_cuda_tensor` that `pack_handle` packed."""
-    size, stride, offset, dtype, *rest = packed
+    size, stride, offset, dtype, *handle_fields = packed
     kind = getattr(torch, dtype)
     return (
         torch.Tensor,
@@ -74,5 +74,5 @@ def unpack_handle(packed: list[Any]) -> tuple[Any, ...]:
         offset,
         torch.storage.TypedStorage,
         kind,
-        *rest,
+        *handle_fields,
     )

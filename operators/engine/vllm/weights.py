@@ -54,12 +54,12 @@ class VllmWeights:
         return [] if self._file is None else [self._file]
 
     def opening(self) -> dict[str, Any]:
-        """What vLLM's process is told once."""
+        """The first message to vLLM's process."""
         return self._opening
 
     def offer(self) -> dict[str, Any]:
-        """What vLLM's process is told at an update: nothing where it maps the memory, else
-        handles.
+        """The message to vLLM's process at an update: handles, or nothing where it maps the
+        memory.
         """
         if self._file is not None:
             return {}
@@ -76,7 +76,7 @@ class VllmWeights:
         }
 
     def close(self) -> None:
-        """Close the file; the memory goes when nobody maps it any more."""
+        """Close the file; the memory is freed once no process maps it."""
         self.tensors = {}
         if self._file is not None:
             self._close()
@@ -95,12 +95,12 @@ def check_names(model: Model, names: Collection[str], folder: Path) -> None:
     tensor.
     """
     stored = _stored(folder)
-    other = sorted(set(names) - stored)
-    if other:
+    unknown = sorted(set(names) - stored)
+    if unknown:
         raise ModelError(
-            f"engine 'vllm' cannot take the weights of model '{model.name}': {len(other)} of its"
+            f"engine 'vllm' cannot take the weights of model '{model.name}': {len(unknown)} of its"
             f" {len(names)} "
-            f"parameters are not in its files by their names, such as {other[:3]}; use"
+            f"parameters are not in its files by their names, such as {unknown[:3]}; use"
             ' engine="native"'
         )
 
@@ -109,8 +109,8 @@ def _stored(folder: Path) -> set[str]:
     """Names of the tensors in a folder's safetensors files."""
     if (folder / INDEX).is_file():
         return set(json.loads((folder / INDEX).read_text("utf-8"))["weight_map"])
-    found: set[str] = set()
+    tensor_names: set[str] = set()
     for file in folder.glob("*.safetensors"):
         with file.open("rb") as opened:
-            found.update(json.loads(opened.read(int.from_bytes(opened.read(8), "little"))))
-    return found
+            tensor_names.update(json.loads(opened.read(int.from_bytes(opened.read(8), "little"))))
+    return tensor_names

@@ -28,7 +28,7 @@ RESERVED = ("reset", "get_reward")
 
 
 class NoTurnLeft(Exception):
-    """The run answers no more calls of this rollout."""
+    """The run answers no further calls of this rollout."""
 
 
 def ask(place: str, body: dict[str, Any]) -> Any:
@@ -45,10 +45,10 @@ def ask(place: str, body: dict[str, Any]) -> Any:
         with urllib.request.urlopen(request) as answer:
             return json.load(answer)
     except urllib.error.HTTPError as error:
-        said = error.read().decode("utf-8", "replace")
-        if '"rollout_over"' in said:
-            raise NoTurnLeft(said) from None
-        raise RuntimeError(f"the run refuses a call with status {error.code}: {said}") from None
+        reply = error.read().decode("utf-8", "replace")
+        if '"rollout_over"' in reply:
+            raise NoTurnLeft(reply) from None
+        raise RuntimeError(f"the run refuses a call with status {error.code}: {reply}") from None
 
 
 def loaded(place: str) -> Any:
@@ -66,8 +66,8 @@ def loaded(place: str) -> Any:
 
 
 class PolicyGeneration:
-    """`trainer.vllm_generation`: ids in, ids and log-probabilities out, which are turns of the
-    policy.
+    """`trainer.vllm_generation`: takes ids, returns ids and log-probabilities, which are turns of
+    the policy.
     """
 
     def __init__(self, max_tokens: int) -> None:
@@ -86,20 +86,20 @@ class PolicyGeneration:
                 "images cannot be given here: the generator of a run takes text alone; leave"
                 " them out"
             )
-        made = []
+        drawn = []
         for prompt in prompts:
             body = {
                 "token_ids": list(prompt),
                 "sampling_params": {"max_tokens": self._max_tokens, "logprobs": 1},
             }
             choice = ask("/inference/v1/generate", body)["choices"][0]
-            logprobs = [each["logprob"] for each in choice["logprobs"]["content"]]
+            logprobs = [token["logprob"] for token in choice["logprobs"]["content"]]
             self.drawn.append((list(prompt), choice["token_ids"]))
-            made.append((choice["token_ids"], logprobs))
-        completions = [ids for ids, _ in made]
-        alone = [[[value] for value in logprobs] for _, logprobs in made]
+            drawn.append((choice["token_ids"], logprobs))
+        completions = [ids for ids, _ in drawn]
+        alone = [[[value] for value in logprobs] for _, logprobs in drawn]
         return (
-            [list(each) for each in prompts],
+            [list(prompt) for prompt in prompts],
             completions,
             alone,
             [[[token] for token in ids] for ids in completions],
@@ -152,10 +152,11 @@ def rolled_out(function: Any, row: dict[str, Any], settings: dict[str, Any]) -> 
     ids = output["completion_ids"][0]
     mask = output.get("env_mask", [[1] * len(ids)])[0]
     drawn = [token for _, completion in trainer.vllm_generation.drawn for token in completion]
-    kept = [token for token, is_drawn in zip(ids, mask, strict=True) if is_drawn]
-    if len(output["completion_ids"]) != 1 or (drawn and kept != drawn):
+    policy_tokens = [token for token, is_drawn in zip(ids, mask, strict=True) if is_drawn]
+    if len(output["completion_ids"]) != 1 or (drawn and policy_tokens != drawn):
         raise ValueError(
-            f"rollout_func returns other tokens than the policy has said; found {len(kept)} where"
+            "rollout_func returns other tokens than the policy has said; found"
+            f" {len(policy_tokens)} where"
             f" {len(drawn)} were drawn for one prompt; return what was drawn, with env_mask 0 where"
             " the world has spoken"
         )
@@ -171,15 +172,15 @@ def messages_in(prompt: str) -> Any:
     '[1, 2] has how many numbers?'
     """
     try:
-        found = json.loads(prompt)
+        messages = json.loads(prompt)
     except ValueError:
         return prompt
     is_chat = (
-        isinstance(found, list)
-        and found
-        and all(isinstance(each, dict) and "role" in each for each in found)
+        isinstance(messages, list)
+        and messages
+        and all(isinstance(message, dict) and "role" in message for message in messages)
     )
-    return found if is_chat else prompt
+    return messages if is_chat else prompt
 
 
 def played(world: Any, row: dict[str, Any], rounds: int) -> Any:
@@ -199,14 +200,14 @@ def played(world: Any, row: dict[str, Any], rounds: int) -> Any:
     }
     schemas = [get_json_schema(tool) for tool in tools.values()]
     with asyncio.Runner() as runner:
-        for left in range(rounds, -1, -1):
+        for rounds_left in range(rounds, -1, -1):
             try:
                 answer = ask("/v1/chat/completions", {"messages": messages, "tools": schemas})
             except NoTurnLeft:
                 break  # its reward is that of the world as it was left
             message = answer["choices"][0]["message"]
             calls = message.get("tool_calls") or []
-            if not calls or not left:
+            if not calls or not rounds_left:
                 break
             messages.append({key: value for key, value in message.items() if value is not None})
             for call in calls:
@@ -225,7 +226,7 @@ def waited_for(value: Any, runner: asyncio.Runner) -> Any:
 
 
 def result_of(tools: dict[str, Any], call: dict[str, Any], runner: asyncio.Runner) -> str:
-    """What a call came to; what a tool raises is told to the policy."""
+    """A call's result; an exception of a tool becomes text for the policy."""
     name = call["function"]["name"]
     try:
         if name not in tools:
@@ -242,11 +243,11 @@ def main(arguments: list[str]) -> int:
     place, settings = arguments[0], json.loads(arguments[1])
     row = json.loads(sys.stdin.readline())
     row["prompt"] = messages_in(row["prompt"])
-    found = loaded(place)
+    target = loaded(place)
     if settings["kind"] == "rollout_func":
-        reward = rolled_out(found, row, settings)
+        reward = rolled_out(target, row, settings)
     else:
-        factory = found[row.pop("environment")] if isinstance(found, dict) else found
+        factory = target[row.pop("environment")] if isinstance(target, dict) else target
         reward = played(factory(), row, settings["rounds"])
     print(json.dumps(None if reward is None else float(reward)), file=out)
     out.close()

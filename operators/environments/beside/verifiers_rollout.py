@@ -30,22 +30,22 @@ class RolloutFailed(Exception):
     """The episode was not ok; the message has its errors."""
 
 
-def environment_of(what: dict[str, Any]) -> Any:
+def environment_of(spec: dict[str, Any]) -> Any:
     """The config of an environment: a taskset by its id, and fields of both."""
     from verifiers.v1.utils.loaders import resolve_env_config
 
-    given = dict(what.get("config") or {})
-    given["taskset"] = {**(given.get("taskset") or {}), "id": what["id"]}
-    return resolve_env_config(given)
+    config = dict(spec.get("config") or {})
+    config["taskset"] = {**(config.get("taskset") or {}), "id": spec["id"]}
+    return resolve_env_config(config)
 
 
-def tasks_of(what: dict[str, Any], most: int) -> Any:
+def tasks_of(spec: dict[str, Any], most: int) -> Any:
     """Tasks as rows: the conversation that begins, and all that the server needs to make the task
     again.
     """
     import verifiers.v1 as vf
 
-    for task in itertools.islice(iter(vf.load_taskset(environment_of(what).taskset)), most):
+    for task in itertools.islice(iter(vf.load_taskset(environment_of(spec).taskset)), most):
         data = task.data.model_dump(mode="json")
         prompt = data.get("prompt")
         messages = (
@@ -56,23 +56,23 @@ def tasks_of(what: dict[str, Any], most: int) -> Any:
         yield {"prompt": messages, "task": json.dumps(data)}
 
 
-def client_of(what: dict[str, Any]) -> Any:
+def client_of(spec: dict[str, Any]) -> Any:
     """The config of a client that calls the endpoint of this rollout."""
     import verifiers.v1 as vf
 
     place = {"base_url": os.environ["OPENAI_BASE_URL"], "api_key_var": "OPENAI_API_KEY"}
-    if what.get("client", "eval") == "eval":
+    if spec.get("client", "eval") == "eval":
         return vf.EvalClientConfig(**place)
-    return vf.TrainClientConfig(**place, renderer_model_name=what["tokenizer"])
+    return vf.TrainClientConfig(**place, renderer_model_name=spec["tokenizer"])
 
 
-async def rollout(what: dict[str, Any], task: dict[str, Any]) -> float | None:
+async def rollout(spec: dict[str, Any], task: dict[str, Any]) -> float | None:
     """Play a task; its reward, None where all of its rewards are. Raises RolloutFailed."""
     import verifiers.v1 as vf
     from verifiers.v1.serve import EnvClient, EnvServer
 
     with tempfile.TemporaryDirectory(prefix="verifiers-") as folder:
-        server = EnvServer(environment_of(what), f"ipc://{folder}/env")
+        server = EnvServer(environment_of(spec), f"ipc://{folder}/env")
         serving = asyncio.create_task(server.run())
         client = EnvClient(server.address)
         try:
@@ -85,9 +85,9 @@ async def rollout(what: dict[str, Any], task: dict[str, Any]) -> float | None:
                 await serving
             await ready
             episode = await client.run(
-                client=client_of(what),
+                client=client_of(spec),
                 model="policy",
-                sampling=vf.SamplingConfig.model_validate(what.get("sampling") or {}),
+                sampling=vf.SamplingConfig.model_validate(spec.get("sampling") or {}),
                 task_data=task,
             )
         finally:
@@ -102,8 +102,10 @@ def reward_of(episode: Any) -> float | None:
     """The sum of the rewards of the traces that train the policy. Raises RolloutFailed."""
     errors = [*episode.errors, *(error for trace in episode.traces for error in trace.errors)]
     if not episode.ok or not episode.traces:
-        said = "; ".join(f"{error.type}: {error.message}" for error in errors)
-        raise RolloutFailed(" ".join(said.split()) or "the episode was not ok, and tells no error")
+        reasons = "; ".join(f"{error.type}: {error.message}" for error in errors)
+        raise RolloutFailed(
+            " ".join(reasons.split()) or "the episode was not ok, and tells no error"
+        )
     trained = [trace for trace in episode.traces if trace.agent.trainable] or episode.traces
     values = [
         reward.value for trace in trained for reward in trace.rewards.values() if reward is not None
@@ -115,16 +117,16 @@ def main(arguments: list[str]) -> int:
     """As the module says."""
     out = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what else is printed is no result
-    what = json.loads(arguments[0])
-    sys.path[:0] = [str(Path(place).resolve()) for place in what.get("path", [])]
+    spec = json.loads(arguments[0])
+    sys.path[:0] = [str(Path(place).resolve()) for place in spec.get("path", [])]
     if arguments[1:2] == ["--tasks"]:
-        for row in tasks_of(what, int(arguments[2])):
+        for row in tasks_of(spec, int(arguments[2])):
             print(json.dumps(row), file=out)
         out.close()
         return 0
     row = json.loads(sys.stdin.readline())
     try:
-        reward = asyncio.run(rollout(what, json.loads(row["task"])))
+        reward = asyncio.run(rollout(spec, json.loads(row["task"])))
     except (RolloutFailed, OSError) as error:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
         return WORLD_FAILED

@@ -27,7 +27,7 @@ def cut_ends(module: Any, ranks: DeviceMesh) -> list[tuple[nn.Module, int]]:
     still share.
     """
     cut: dict[int, nn.Parameter] = {}
-    found: list[tuple[nn.Module, int]] = []
+    ends: list[tuple[nn.Module, int]] = []
     for layer in (module.get_input_embeddings(), module.get_output_embeddings()):
         weight = getattr(layer, "weight", None)
         if not isinstance(layer, nn.Embedding | nn.Linear) or not isinstance(weight, nn.Parameter):
@@ -37,8 +37,8 @@ def cut_ends(module: Any, ranks: DeviceMesh) -> list[tuple[nn.Module, int]]:
         if id(weight) not in cut:
             cut[id(weight)] = nn.Parameter(_rows(weight, ranks), requires_grad=False)
         layer.weight = cut[id(weight)]
-        found.append((layer, len(weight)))
-    return found
+        ends.append((layer, len(weight)))
+    return ends
 
 
 def gather_ends(layers: Sequence[tuple[nn.Module, int]], ranks: DeviceMesh) -> None:
@@ -61,7 +61,7 @@ class _Gathering:
         """This rank's rows, while it has those of all."""
 
     @torch.no_grad()
-    def gather(self, layer: nn.Module, given: object) -> None:
+    def gather(self, layer: nn.Module, inputs: object) -> None:
         """Before the layer computes."""
         own = layer.get_parameter("weight")
         size = (self._rows, *own.shape[1:])
@@ -76,7 +76,7 @@ class _Gathering:
             dist.all_gather(list(parts), own.data, group=self._group)
         self._own, layer._parameters["weight"] = own, nn.Parameter(whole, requires_grad=False)
 
-    def give_back(self, layer: nn.Module, given: object, made: object) -> None:
+    def give_back(self, layer: nn.Module, inputs: object, output: object) -> None:
         """When it has."""
         if self._own is not None:
             layer._parameters["weight"], self._own = self._own, None

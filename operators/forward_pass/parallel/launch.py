@@ -101,7 +101,9 @@ class Compute:
             **{name: values.array for name, values in self.arrays.items()},
             buckets=tuple(bucket.array.reshape(-1, length) for bucket, length in buckets),
         )
-        left_T = None if self.left is None else SamplingMask(*(each.array for each in self.left))
+        left_T = (
+            None if self.left is None else SamplingMask(*(numbers.array for numbers in self.left))
+        )
         return packed, left_T, self.wanted
 
 

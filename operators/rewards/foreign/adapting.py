@@ -51,12 +51,12 @@ class Keywords:
         """Whether it can be called with this keyword."""
         return self.takes_all or self.wants(name)
 
-    def chosen(self, given: Mapping[str, Any]) -> dict[str, Any]:
-        """Of these keywords those that it can be called with."""
+    def chosen(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
+        """Those of these keywords that it can be called with."""
         return (
-            dict(given)
+            dict(arguments)
             if self.takes_all
-            else {name: given[name] for name in given if self.wants(name)}
+            else {name: arguments[name] for name in arguments if self.wants(name)}
         )
 
     def columns(self, *own: str) -> list[str]:
@@ -75,7 +75,7 @@ def taken_by(function: Callable[..., Any], system: str) -> Keywords:
         )
     needed: list[str] = []
     optional: set[str] = set()
-    rest = ""
+    catch_all = ""
     for parameter in inspect.signature(function).parameters.values():
         if parameter.kind in (parameter.POSITIONAL_ONLY, parameter.VAR_POSITIONAL):
             raise GraphError(
@@ -83,14 +83,14 @@ def taken_by(function: Callable[..., Any], system: str) -> Keywords:
                 f" position, but {system} gives keywords; let it take what it needs by name"
             )
         if parameter.kind is parameter.VAR_KEYWORD:
-            rest = parameter.name
+            catch_all = parameter.name
         elif parameter.default is parameter.empty:
             needed.append(parameter.name)
         else:
             optional.add(parameter.name)
-    if rest:
-        needed += [name for name in _named_in(function, rest) if name not in needed]
-    return Keywords(needed=tuple(needed), optional=frozenset(optional), takes_all=bool(rest))
+    if catch_all:
+        needed += [name for name in _named_in(function, catch_all) if name not in needed]
+    return Keywords(needed=tuple(needed), optional=frozenset(optional), takes_all=bool(catch_all))
 
 
 def name_of(function: Any) -> str:
@@ -120,7 +120,7 @@ def adapted(
     Errors and pictures name the file and line of `function`.
     """
     kinds = [
-        inspect.Parameter(each, inspect.Parameter.KEYWORD_ONLY) for each in dict.fromkeys(reads)
+        inspect.Parameter(column, inspect.Parameter.KEYWORD_ONLY) for column in dict.fromkeys(reads)
     ]
     shaped: Any = call
     shaped.__name__ = shaped.__qualname__ = name_of(function)
@@ -166,15 +166,15 @@ def messages_of(prompt: str) -> list[dict[str, Any]] | None:
     if not prompt.startswith("["):
         return None
     try:
-        found = json.loads(prompt)
+        messages = json.loads(prompt)
     except ValueError:
         return None
     is_chat = (
-        isinstance(found, list)
-        and found
-        and all(isinstance(each, dict) and "role" in each for each in found)
+        isinstance(messages, list)
+        and messages
+        and all(isinstance(message, dict) and "role" in message for message in messages)
     )
-    return found if is_chat else None
+    return messages if is_chat else None
 
 
 def both_forms(prompt: str, completion: str) -> tuple[Any, Any]:
@@ -219,9 +219,9 @@ def nested(row: Mapping[str, Any], path: str) -> Any:
     return value
 
 
-def _named_in(function: Any, rest: str) -> list[str]:
-    """What a function takes out of its `**rest` by `rest["name"]`, as its source says; nothing
-    where there is none.
+def _named_in(function: Any, catch_all: str) -> list[str]:
+    """The names that a function takes out of its `**rest` by `rest["name"]`, read from its source;
+    empty where there is none.
     """
     try:
         tree = ast.parse(textwrap.dedent(inspect.getsource(function)))
@@ -232,7 +232,7 @@ def _named_in(function: Any, rest: str) -> list[str]:
         for node in ast.walk(tree)
         if isinstance(node, ast.Subscript)
         and isinstance(node.value, ast.Name)
-        and node.value.id == rest
+        and node.value.id == catch_all
         and isinstance(node.ctx, ast.Load)
         and isinstance(node.slice, ast.Constant)
         and isinstance(node.slice.value, str)

@@ -24,12 +24,12 @@ def from_areal(
     >>> sorted(from_areal(reward_fn).reads())
     ['answer', 'completion', 'mask', 'prompt', 'tokens']
     """
-    taken = taken_by(function, "AReaL")
-    reads = [PROMPT, COMPLETION, TOKENS, MASK, *taken.columns(*_OWN)]
+    keywords = taken_by(function, "AReaL")
+    reads = [PROMPT, COMPLETION, TOKENS, MASK, *keywords.columns(*_OWN)]
 
     def asked(columns: dict[str, Any]) -> dict[str, Any]:
         prompt, completion, tokens, mask = (
-            columns.pop(each) for each in (PROMPT, COMPLETION, TOKENS, MASK)
+            columns.pop(column) for column in (PROMPT, COMPLETION, TOKENS, MASK)
         )
         prompt_ids, completion_ids = ids_of(tokens, mask)
         own = {
@@ -38,7 +38,7 @@ def from_areal(
             "prompt_ids": prompt_ids,
             "completion_ids": completion_ids,
         }
-        return taken.chosen({**columns, **own})
+        return keywords.chosen({**columns, **own})
 
     def call(**columns: Any) -> Any:
         return function(**asked(columns))

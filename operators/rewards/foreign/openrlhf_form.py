@@ -42,21 +42,23 @@ def from_openrlhf(
     >>> sorted(reward.reads()), reward(prompt=["2+2="], completion=["4"], label=["4"])
     (['completion', 'label', 'prompt'], [1.0])
     """
-    taken = taken_by(function, "OpenRLHF")
-    reads = [PROMPT, COMPLETION, label, *taken.columns(*_OWN)]
+    keywords = taken_by(function, "OpenRLHF")
+    reads = [PROMPT, COMPLETION, label, *keywords.columns(*_OWN)]
 
     def asked(columns: dict[str, Any]) -> dict[str, Any]:
         prompts, completions = plain(columns[PROMPT]), plain(columns[COMPLETION])
-        given = {
-            each: plain(values)
-            for each, values in columns.items()
-            if each not in (PROMPT, COMPLETION)
+        arguments = {
+            column: plain(values)
+            for column, values in columns.items()
+            if column not in (PROMPT, COMPLETION)
         } | {
-            "queries": [prompt + said for prompt, said in zip(prompts, completions, strict=True)],
+            "queries": [
+                prompt + completion for prompt, completion in zip(prompts, completions, strict=True)
+            ],
             "prompts": prompts,
             "labels": plain(columns[label]),
         }
-        return taken.chosen(given)
+        return keywords.chosen(arguments)
 
     def told(returned: Any, rows: int) -> Any:
         facts: list[dict[str, Any]] | None = None
@@ -70,9 +72,9 @@ def from_openrlhf(
             returned = returned["rewards"]
             if note:
                 lists = {
-                    key: listed(_plain(each), rows)
-                    for key, each in logged.items()
-                    if each is not None
+                    key: listed(_plain(values), rows)
+                    for key, values in logged.items()
+                    if values is not None
                 }
                 facts = [
                     dict(zip(lists, row, strict=True)) for row in zip(*lists.values(), strict=True)

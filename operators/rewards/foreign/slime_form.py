@@ -77,18 +77,18 @@ def from_slime(
     >>> sorted(from_slime(custom_rm, label="answer").reads())[:2]
     ['answer', 'completion']
     """
-    needed = [each for each in taken_by(function, "slime").needed if each != "args"]
+    needed = [parameter for parameter in taken_by(function, "slime").needed if parameter != "args"]
     if needed not in (["sample"], ["samples"]):
         raise GraphError(
             f"'{name_of(function)}' ({where_defined(function)}) takes {needed} beside args, but"
             " slime gives a reward function (args, sample), or (args, samples); write it so"
         )
     is_many = needed == ["samples"]
-    known = SimpleNamespace(**{"reward_key": reward_key or None, **(args or {})})
+    options = SimpleNamespace(**{"reward_key": reward_key or None, **(args or {})})
 
     def sample(columns: Mapping[str, Any]) -> Sample:
         row = dict(columns)
-        engine = {each: row.pop(each) for each in _ENGINE}
+        engine = {column: row.pop(column) for column in _ENGINE}
         _, ids = ids_of(engine[TOKENS], engine[MASK])
         metadata = row.pop("metadata", None)
         return Sample(
@@ -110,10 +110,10 @@ def from_slime(
 
     def asked(columns: dict[str, Any]) -> dict[str, Any]:
         if not is_many:
-            return {"args": known, "sample": sample(columns)}
+            return {"args": options, "sample": sample(columns)}
         rows = zip(*columns.values(), strict=True)
         return {
-            "args": known,
+            "args": options,
             "samples": [sample(dict(zip(columns, row, strict=True))) for row in rows],
         }
 
@@ -121,7 +121,7 @@ def from_slime(
         if not is_many:
             return _told(returned, reward_key, note)
         return [
-            _told(each, reward_key, note) for each in listed(returned, len(columns[COMPLETION]))
+            _told(value, reward_key, note) for value in listed(returned, len(columns[COMPLETION]))
         ]
 
     def call(**columns: Any) -> Any:

@@ -25,7 +25,7 @@ _OWN = ("prompts", "completions", "completion_ids", "trainer_state", "log_extra"
 
 @dataclass(frozen=True)
 class TrainerProgress:
-    """What a reward function is told of the trainer as `trainer_state`."""
+    """The `trainer_state` that a reward function receives."""
 
     global_step: int
     """Version of the newest weights behind these rollouts."""
@@ -54,16 +54,17 @@ def from_trl(
     >>> reward.name, sorted(reward.reads())
     ('reward', ['answer', 'completion', 'prompt'])
     """
-    taken = taken_by(function, "TRL")
-    reads = [PROMPT, COMPLETION, *taken.columns(*_OWN)]
-    reads += [TOKENS, MASK] if taken.wants("completion_ids") else []
-    reads += [VERSIONS] if taken.wants("trainer_state") else []
+    keywords = taken_by(function, "TRL")
+    reads = [PROMPT, COMPLETION, *keywords.columns(*_OWN)]
+    reads += [TOKENS, MASK] if keywords.wants("completion_ids") else []
+    reads += [VERSIONS] if keywords.wants("trainer_state") else []
 
     def asked(columns: dict[str, Any]) -> tuple[dict[str, Any], list[dict[str, Any]]]:
         engine = {
-            each: columns.pop(each, None) for each in (PROMPT, COMPLETION, TOKENS, MASK, VERSIONS)
+            column: columns.pop(column, None)
+            for column in (PROMPT, COMPLETION, TOKENS, MASK, VERSIONS)
         }
-        forms = [both_forms(*each) for each in zip(engine[PROMPT], engine[COMPLETION], strict=True)]
+        forms = [both_forms(*pair) for pair in zip(engine[PROMPT], engine[COMPLETION], strict=True)]
         facts: list[dict[str, Any]] = [{} for _ in forms]
 
         def log_extra(column: str, values: Sequence[Any]) -> None:
@@ -74,7 +75,7 @@ def from_trl(
             for row in facts:
                 row[metric] = value
 
-        given: dict[str, Any] = {
+        arguments: dict[str, Any] = {
             **{column: plain(values) for column, values in columns.items()},
             "log_extra": log_extra,
             "log_metric": log_metric,
@@ -82,13 +83,13 @@ def from_trl(
             "completions": [completion for _, completion in forms],
         }
         if engine[TOKENS] is not None:
-            given["completion_ids"] = [
-                ids_of(*each)[1] for each in zip(engine[TOKENS], engine[MASK], strict=True)
+            arguments["completion_ids"] = [
+                ids_of(*pair)[1] for pair in zip(engine[TOKENS], engine[MASK], strict=True)
             ]
         if engine[VERSIONS] is not None:
             newest = max((int(row.max()) for row in engine[VERSIONS] if len(row)), default=0)
-            given["trainer_state"] = TrainerProgress(max(0, newest))
-        return taken.chosen(given), facts
+            arguments["trainer_state"] = TrainerProgress(max(0, newest))
+        return keywords.chosen(arguments), facts
 
     def told(returned: Any, facts: list[dict[str, Any]]) -> Any:
         if not note or returned is None:
@@ -99,12 +100,12 @@ def from_trl(
         ]
 
     def call(**columns: Any) -> Any:
-        given, facts = asked(columns)
-        return told(function(**given), facts)
+        arguments, facts = asked(columns)
+        return told(function(**arguments), facts)
 
     async def call_async(**columns: Any) -> Any:
-        given, facts = asked(columns)
-        return told(await function(**given), facts)
+        arguments, facts = asked(columns)
+        return told(await function(**arguments), facts)
 
     return adapted(
         call_async if is_async(function) else call,

@@ -69,15 +69,15 @@ class RubricPart:
 
     def reads(self) -> list[str]:
         """Columns that it needs."""
-        needed = [_OF_GROUPS.get(each, each) for each in self.keywords.needed]
-        own = [each for each in ("answer", "info", "task") if each in needed]
-        return own + [each for each in needed if each not in (*_OWN, *self.objects)]
+        needed = [_OF_GROUPS.get(column, column) for column in self.keywords.needed]
+        own = [column for column in ("answer", "info", "task") if column in needed]
+        return own + [column for column in needed if column not in (*_OWN, *self.objects)]
 
     def arguments(self, rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
         """What it is called with: of one rollout, or of all of a group."""
         if not self.is_of_group:
             return self.keywords.chosen({**rows[0], **self.objects})
-        plurals = {many: [row[one] for row in rows] for many, one in _OF_GROUPS.items()}
+        plurals = {many: [row[single] for row in rows] for many, single in _OF_GROUPS.items()}
         return self.keywords.chosen({**plurals, **self.objects})
 
 
@@ -106,29 +106,30 @@ def from_verifiers(
         raise GraphError("a rubric has no reward functions; found 0; give it one at least")
     for part in parts:
         _refuse(part.function, part.keywords.needed)
-    reads = [PROMPT, COMPLETION, *(each for part in parts for each in part.reads())]
+    reads = [PROMPT, COMPLETION, *(column for part in parts for column in part.reads())]
     of_group = any(part.is_of_group for part in parts)
     labels = _labels(parts)
 
     def asked(columns: dict[str, Any]) -> list[dict[str, Any]]:
         if not of_group:
             return [_row(columns)]
-        lists = {each: plain(values) for each, values in columns.items()}
+        lists = {column: plain(values) for column, values in columns.items()}
         return [
-            _row({each: values[at] for each, values in lists.items()})
+            _row({column: values[at] for column, values in lists.items()})
             for at in range(len(lists[PROMPT]))
         ]
 
     def told(values: dict[str, list[Any]], rows: int) -> Any:
-        found: list[Any] = [
-            _total(parts, [each[row] for each in values.values()]) for row in range(rows)
+        totals: list[Any] = [
+            _total(parts, [of_part[row] for of_part in values.values()]) for row in range(rows)
         ]
         if note:
             noted = [
-                note_of({label: each[row] for label, each in values.items()}) for row in range(rows)
+                note_of({label: of_part[row] for label, of_part in values.items()})
+                for row in range(rows)
             ]
-            found = [Noted(value, text) for value, text in zip(found, noted, strict=True)]
-        return found if of_group else found[0]
+            totals = [Noted(value, text) for value, text in zip(totals, noted, strict=True)]
+        return totals if of_group else totals[0]
 
     def calls(rows: list[dict[str, Any]]) -> Iterator[tuple[str, bool, Callable[[], Any]]]:
         """Each call to be made, under which label, and whether it gives the values of all rows."""
@@ -168,7 +169,7 @@ def _row(columns: dict[str, Any]) -> dict[str, Any]:
     """What the functions are given of a rollout, by name."""
     prompt, completion = both_forms(columns[PROMPT], columns[COMPLETION])
     info = columns.get("info")
-    given = {
+    arguments = {
         **columns,
         "prompt": prompt,
         "completion": completion,
@@ -178,17 +179,19 @@ def _row(columns: dict[str, Any]) -> dict[str, Any]:
         "parser": None,
     }
     turns = (
-        [completion] if isinstance(completion, str) else [each["content"] for each in completion]
+        [completion]
+        if isinstance(completion, str)
+        else [message["content"] for message in completion]
     )
-    known = {each: value for each, value in given.items() if each != "parser"}
-    return {**given, "state": {**known, "responses": turns, "turn": len(turns)}}
+    state = {name: value for name, value in arguments.items() if name != "parser"}
+    return {**arguments, "state": {**state, "responses": turns, "turn": len(turns)}}
 
 
 def _total(parts: Sequence[RubricPart], values: Sequence[float | None]) -> float | None:
-    found = [
+    terms = [
         part.weight * value for part, value in zip(parts, values, strict=True) if value is not None
     ]
-    return sum(found) if found else None
+    return sum(terms) if terms else None
 
 
 def _parts(rewards: Any) -> Iterator[RubricPart]:
@@ -228,11 +231,11 @@ def _refuse(function: Any, needed: tuple[str, ...]) -> None:
 
 
 def _labels(parts: Sequence[RubricPart]) -> list[str]:
-    """What the functions are called, those of one name told apart."""
-    seen: dict[str, int] = {}
-    found = []
+    """Labels of the functions; equal names get numbers."""
+    counts: dict[str, int] = {}
+    labels = []
     for part in parts:
         name = name_of(part.function)
-        found.append(f"{name}_{seen[name]}" if name in seen else name)
-        seen[name] = seen.get(name, 0) + 1
-    return found
+        labels.append(f"{name}_{counts[name]}" if name in counts else name)
+        counts[name] = counts.get(name, 0) + 1
+    return labels

@@ -46,42 +46,42 @@ def from_verl(
     >>> reward(completion="4", data_source="sums", reward_model={"ground_truth": "4"})
     1.0
     """
-    taken = taken_by(function, "verl")
-    is_many = taken.wants("solution_strs")
+    keywords = taken_by(function, "verl")
+    is_many = keywords.wants("solution_strs")
     source, truth, extra = (
         ("data_sources", "ground_truths", "extra_infos") if is_many else (_OWN[0], *_OWN[2:])
     )
     reads = [COMPLETION]
-    reads += ["data_source"] if source in taken.needed else []
-    reads += [ground_truth.partition(".")[0]] if taken.accepts(truth) else []
-    reads += taken.columns(*(_OWN_OF_MANY if is_many else _OWN))
+    reads += ["data_source"] if source in keywords.needed else []
+    reads += [ground_truth.partition(".")[0]] if keywords.accepts(truth) else []
+    reads += keywords.columns(*(_OWN_OF_MANY if is_many else _OWN))
 
     def asked(columns: Mapping[str, Any]) -> dict[str, Any]:
-        given = {
-            **{column: columns[column] for column in taken.columns(*_OWN)},
+        arguments = {
+            **{column: columns[column] for column in keywords.columns(*_OWN)},
             "solution_str": columns[COMPLETION],
             "extra_info": dict(columns.get("extra_info") or {}),
         }
         if "data_source" in columns:
-            given["data_source"] = columns["data_source"]
-        if taken.accepts("ground_truth"):
-            given["ground_truth"] = nested(columns, ground_truth)
-        return {each: value for each, value in given.items() if taken.accepts(each)}
+            arguments["data_source"] = columns["data_source"]
+        if keywords.accepts("ground_truth"):
+            arguments["ground_truth"] = nested(columns, ground_truth)
+        return {keyword: value for keyword, value in arguments.items() if keywords.accepts(keyword)}
 
     def asked_of_many(columns: Mapping[str, Any]) -> dict[str, Any]:
         rows = [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
-        given = {
+        arguments = {
             source: [row.get("data_source") for row in rows],
             "solution_strs": columns[COMPLETION],
-            truth: [nested(row, ground_truth) for row in rows if taken.accepts(truth)],
+            truth: [nested(row, ground_truth) for row in rows if keywords.accepts(truth)],
             extra: [dict(row.get("extra_info") or {}) for row in rows],
         }
-        return {each: value for each, value in given.items() if taken.accepts(each)}
+        return {keyword: value for keyword, value in arguments.items() if keywords.accepts(keyword)}
 
     def told(returned: Any, columns: Mapping[str, Any]) -> Any:
         if not is_many:
             return _told(returned, note)
-        return [_told(each, note) for each in listed(returned, len(columns[COMPLETION]))]
+        return [_told(value, note) for value in listed(returned, len(columns[COMPLETION]))]
 
     ask = asked_of_many if is_many else asked
 

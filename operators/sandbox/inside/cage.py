@@ -1,5 +1,4 @@
-"""What a process of a sandbox gives up before it runs code that nobody has read: resources, and
-system calls.
+"""Limits a sandbox's process before it runs untrusted code: resources, and system calls.
 
 The namespaces around it take away the network, the files and the sight of other processes. The
 filter here takes away what they leave: starting processes and programs, sockets, memory that
@@ -111,7 +110,7 @@ def limit(*, cpu_s: int, memory_bytes: int, file_bytes: int, threads: int) -> No
     """Bound what this process may use, for good: seconds of CPU, its address space, a file's
     size.
     """
-    for what, most in (
+    for kind, most in (
         (resource.RLIMIT_CPU, cpu_s),
         (resource.RLIMIT_AS, memory_bytes),
         (resource.RLIMIT_FSIZE, file_bytes),
@@ -119,7 +118,7 @@ def limit(*, cpu_s: int, memory_bytes: int, file_bytes: int, threads: int) -> No
         (resource.RLIMIT_MEMLOCK, 0),
         (resource.RLIMIT_CORE, 0),
     ):
-        resource.setrlimit(what, (most, most))
+        resource.setrlimit(kind, (most, most))
     kernel = os.uname().release.split(".")
     # counted by sandbox, no longer by user
     if (int(kernel[0]), int(kernel[1].partition("-")[0])) >= (5, 14):
@@ -169,15 +168,15 @@ def rules(machine: str, pid: int, *, programs: bool = False) -> bytes:
             (_RETURN, 0, 0, _NOT_PERMITTED),
             (_RETURN, 0, 0, _ALLOW),
         ]
-    for numbers, test, wanted in (*(() if programs else only), (_LIMIT, _EQUAL, 0)):
+    for numbers, test, operand in (*(() if programs else only), (_LIMIT, _EQUAL, 0)):
         steps += [(_EQUAL, 0, 4, numbers[column]), (_LOAD, 0, 0, _ARGUMENTS_AT)]
-        steps += [(test, 1, 0, wanted), (_RETURN, 0, 0, _NOT_PERMITTED), (_RETURN, 0, 0, _ALLOW)]
+        steps += [(test, 1, 0, operand), (_RETURN, 0, 0, _NOT_PERMITTED), (_RETURN, 0, 0, _ALLOW)]
     steps.append((_RETURN, 0, 0, _ALLOW))
     return b"".join(struct.pack("<HBBI", *step) for step in steps)
 
 
-def _prctl(what: int, value: int, pointer: object = None) -> None:
+def _prctl(option: int, value: int, pointer: object = None) -> None:
     library = ctypes.CDLL(None, use_errno=True)
     number = ctypes.c_ulong
-    if library.prctl(what, number(value), pointer or number(0), number(0), number(0)):
-        raise OSError(ctypes.get_errno(), f"prctl {what} is refused")
+    if library.prctl(option, number(value), pointer or number(0), number(0), number(0)):
+        raise OSError(ctypes.get_errno(), f"prctl {option} is refused")

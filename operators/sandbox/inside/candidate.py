@@ -54,37 +54,41 @@ def _answer(request: bytes, objects: list[Any]) -> bytes:
         return len(objects) - 1
 
     try:
-        what, target, *rest = decode(request, objects.__getitem__)
-        if what == "globals":
+        command, target, *arguments = decode(request, objects.__getitem__)
+        if command == "globals":
             return encode(
                 [
                     "ok",
-                    {name: keep(vars(target)[name]) for name in rest[0] if name in vars(target)},
+                    {
+                        name: keep(vars(target)[name])
+                        for name in arguments[0]
+                        if name in vars(target)
+                    },
                 ],
                 keep,
             )
-        if what == "part":
-            return encode(["ok", keep(getattr(target, rest[0]))], keep)
-        return encode(["ok", _do(what, target, *rest)], keep)
+        if command == "part":
+            return encode(["ok", keep(getattr(target, arguments[0]))], keep)
+        return encode(["ok", _do(command, target, *arguments)], keep)
     except BaseException as error:
         return encode(["error", type(error).__name__, str(error)], keep)
 
 
-def _do(what: str, target: Any, *rest: Any) -> Any:
-    if what == "call":
-        arguments, names = rest
+def _do(command: str, target: Any, *operands: Any) -> Any:
+    if command == "call":
+        arguments, names = operands
         result = target(*arguments, **names)
         return [
             result,
             [item if isinstance(item, list | dict | set) else None for item in arguments],
         ]
-    if what == "list":
+    if command == "list":
         return list(target)
-    if what == "length":
+    if command == "length":
         return len(target)
-    if what == "item":
-        return target[rest[0]]
-    return getattr(target, rest[0])
+    if command == "item":
+        return target[operands[0]]
+    return getattr(target, operands[0])
 
 
 def _module(name: str) -> ModuleType:

@@ -1,5 +1,5 @@
 """The first process of a sandbox: runs tests one after the other, each in processes of its own, and
-says how they went.
+reports their outcomes.
 
 It is process 1 of its namespace, which no process there can signal, stop or look into. It never
 reads a test: the process that runs the test does, so that the candidate, which is forked from here,
@@ -97,8 +97,8 @@ class SandboxRun:
         return not note, note, b"" if note else bytes(self._streams[out[0]])
 
     def test(self, source: str, size: int, judge: Judge) -> tuple[bool, str, bytes]:
-        """Judge by the next bytes, a test of what the program defines: whether it passed, why not,
-        what was printed.
+        """Run the test in the next bytes against the program: whether it passed, why not, its
+        output.
         """
         ask, reply = os.pipe(), os.pipe()
         note, out, err = self._pipe(), self._pipe(), self._pipe()
@@ -134,7 +134,7 @@ class SandboxRun:
         self,
         work: Work,
         streams: tuple[int, ...],
-        kept: tuple[int, ...] = (),
+        descriptors: tuple[int, ...] = (),
         first: Work = _nothing,
     ) -> None:
         """A caged process that does this, with these streams and descriptors; back once it is past
@@ -145,7 +145,7 @@ class SandboxRun:
         ready = os.pipe()
         if (pid := os.fork()) == 0:
             try:
-                keep_files(streams, (*kept, ready[1]))
+                keep_files(streams, (*descriptors, ready[1]))
                 cage.go_dark()
                 cage.limit(**self._limits["cage"])
                 cage.refuse_calls()
@@ -213,7 +213,7 @@ class SandboxRun:
         return ""
 
     def _end(self) -> dict[int, int]:
-        """Kill whatever lives besides this process, and collect it: wait statuses by process."""
+        """Kill all other processes and collect them: wait statuses by process."""
         ended: dict[int, int] = {}
         try:  # noqa: SIM105  (contextlib is slow to import)
             os.kill(-1, _KILL)
@@ -229,12 +229,12 @@ class SandboxRun:
         return ended
 
 
-def keep_files(streams: tuple[int, ...], kept: tuple[int, ...]) -> None:
+def keep_files(streams: tuple[int, ...], descriptors: tuple[int, ...]) -> None:
     """Have these descriptors as standard streams, keep those, and close all others."""
     for place, fd in enumerate(streams):
         os.dup2(fd, place)
     low = 3
-    for fd in sorted(kept):
+    for fd in sorted(descriptors):
         os.closerange(low, fd)
         low = fd + 1
     os.closerange(low, 1 << 16)
@@ -262,8 +262,8 @@ def _cpu_s(pid: int) -> float:
 
 
 def _write_outcome(ok: bool, note: str, output: bytes) -> None:
-    told = note.encode("utf-8", "replace")
-    view = memoryview(OUTCOME.pack(ok, len(told), len(output)) + told + output)
+    note_bytes = note.encode("utf-8", "replace")
+    view = memoryview(OUTCOME.pack(ok, len(note_bytes), len(output)) + note_bytes + output)
     while view:
         view = view[os.write(1, view) :]
 

@@ -24,7 +24,7 @@ NAME = "<code>"
 
 
 def serve(feed: int, sign: int) -> None:
-    """Run pieces of code, until nobody sends any.
+    """Run pieces of code until the sender closes the stream.
 
     consumes: code, in frames
     produces: what it prints, and the value of its last expression, on the standard streams; a byte

@@ -35,8 +35,8 @@ _TICK_S, _INTERRUPTED_S = 0.02, 1.0
 
 
 def main() -> None:
-    """Read limits, then requests from descriptor 0, and write a reply to each to descriptor 1,
-    until nobody asks.
+    """Read limits, then requests from descriptor 0; write a reply to each to descriptor 1, until
+    the stream ends.
 
     consumes: [limits], then ["python", code, seconds, bytes], ["shell", command, seconds, bytes],
         ["write", path, data] or ["read", path, bytes], in frames
@@ -49,13 +49,13 @@ def main() -> None:
     sys.path.remove("/sandbox")
     cage.go_dark()
     (limits,) = decode(read_frame(0), lambda number: None)
-    kept = SandboxKeeper(limits)
+    keeper = SandboxKeeper(limits)
     write_frame(1, _encoded(["ready"]))
     try:
         while True:
-            what, *rest = decode(read_frame(0), lambda number: None)
+            command, *arguments = decode(read_frame(0), lambda number: None)
             _signal_all(signal.SIGCONT)
-            reply = kept.reply(what, rest)
+            reply = keeper.reply(command, arguments)
             _signal_all(signal.SIGSTOP)
             write_frame(1, _encoded(reply))
     except EOFError:
@@ -75,25 +75,26 @@ class SandboxKeeper:
         """Of the interpreter: its process, and our ends of its requests, its signs and its
         output."""
 
-    def reply(self, what: str, told: list[Any]) -> list[Any]:
+    def reply(self, command: str, arguments: list[Any]) -> list[Any]:
         """What a request comes to; a sandbox that cannot go on after it is lost."""
         try:
-            return getattr(self, what)(*told)  # type: ignore[no-any-return]
+            return getattr(self, command)(*arguments)  # type: ignore[no-any-return]
         except Exception as error:
             return ["lost", f"left the sandbox in disorder ({type(error).__name__}: {error})"]
 
     def python(self, code: str, seconds: float, most: int) -> list[Any]:
         """Run code in the interpreter that ran what came before."""
-        told = code.encode("utf-8", "surrogatepass")
-        if len(told) > LONGEST_CODE:
+        encoded = code.encode("utf-8", "surrogatepass")
+        if len(encoded) > LONGEST_CODE:
             return [
                 "failed",
-                f"the code has {len(told)} bytes, and may have {LONGEST_CODE}; write a file first",
+                f"the code has {len(encoded)} bytes, and may have {LONGEST_CODE}; write a file"
+                " first",
             ]
-        if self._python is None or self._python[0] in self._ended or not self._told(told):
+        if self._python is None or self._python[0] in self._ended or not self._told(encoded):
             self._end_python()
             self._python = self._started()
-            if not self._told(told):
+            if not self._told(encoded):
                 return ["lost", "no Python takes code any more"]
         pid, _, sign, out = self._python
         output = _Output(out, most)
@@ -112,29 +113,29 @@ class SandboxKeeper:
 
     def shell(self, command: str, seconds: float, most: int) -> list[Any]:
         """Run a command in the folder and the environment that the last one left."""
-        told = command.encode("utf-8", "surrogatepass")
-        if len(told) > LONGEST_COMMAND:
+        encoded = command.encode("utf-8", "surrogatepass")
+        if len(encoded) > LONGEST_COMMAND:
             return [
                 "failed",
                 (
-                    f"the command has {len(told)} bytes, and may have {LONGEST_COMMAND}; write a"
+                    f"the command has {len(encoded)} bytes, and may have {LONGEST_COMMAND}; write a"
                     " file first"
                 ),
             ]
         out, state = os.pipe(), os.pipe()
-        pid = self._fork(lambda: self._execute(told), (out[1], out[1]), {STATE: state[1]})
+        pid = self._fork(lambda: self._execute(encoded), (out[1], out[1]), {STATE: state[1]})
         os.close(out[1])
         os.close(state[1])
-        output, left = _Output(out[0], most), _Output(state[0], _MOST_STATE)
-        _, note = self._wait(pid, output, None, seconds, left)
+        output, final_state = _Output(out[0], most), _Output(state[0], _MOST_STATE)
+        _, note = self._wait(pid, output, None, seconds, final_state)
         if note:
             self._kill_group(pid)
         status = self._status(pid)
-        left.drain()
+        final_state.drain()
         output.drain()
         os.close(out[0])
         os.close(state[0])
-        self._remember(left)
+        self._remember(final_state)
         return self._ran(output, note or how_it_ended(status, b""))
 
     def write(self, path: str, data: bytes) -> list[Any]:
@@ -179,13 +180,13 @@ class SandboxKeeper:
         _, feed, sign, _ = self._python
         try:
             _Output(sign, 0).drain()  # signs that the code gave itself
-            left, poll = memoryview(FRAME.pack(len(code)) + code), select.poll()
+            unsent, poll = memoryview(FRAME.pack(len(code)) + code), select.poll()
             poll.register(feed, select.POLLOUT)
             deadline = time.monotonic() + _INTERRUPTED_S
-            while left and time.monotonic() < deadline:
+            while unsent and time.monotonic() < deadline:
                 if poll.poll(_TICK_S * 1000):
-                    left = left[os.write(feed, left) :]
-            return not left
+                    unsent = unsent[os.write(feed, unsent) :]
+            return not unsent
         except OSError:
             return False
 
@@ -212,9 +213,9 @@ class SandboxKeeper:
         os.set_blocking(feed[1], False)
         return pid, feed[1], sign[0], out[0]
 
-    def _fork(self, work: Any, streams: tuple[int, int], kept: dict[int, int]) -> int:
-        """A caged process in a session of its own that does this; `kept`: what it has open beside
-        its streams.
+    def _fork(self, work: Any, streams: tuple[int, int], descriptors: dict[int, int]) -> int:
+        """A caged process in a session of its own that does this; `descriptors`: what it has open
+        beside its streams.
         """
         null = os.open(os.devnull, os.O_RDWR)
         if (pid := os.fork()) == 0:
@@ -222,9 +223,9 @@ class SandboxKeeper:
                 os.setsid()
                 for place, fd in enumerate((null, *streams)):
                     os.dup2(fd, place)
-                for place, fd in kept.items():
+                for place, fd in descriptors.items():
                     os.dup2(fd, place) if place != fd else os.set_inheritable(fd, True)
-                keep_files((0, 1, 2), tuple(kept))
+                keep_files((0, 1, 2), tuple(descriptors))
                 cage.go_dark()
                 cage.limit(**self._limits["cage"])
                 cage.refuse_calls(programs=True)
@@ -239,10 +240,10 @@ class SandboxKeeper:
         shell = next((path for path in SHELLS if os.access(path, os.X_OK)), SHELLS[-1])
         os.execve(shell, [shell.encode(), b"-c", _PROLOGUE.encode() + command], self._environment)
 
-    def _remember(self, left: _Output) -> None:
+    def _remember(self, final_state: _Output) -> None:
         """Folder and environment of a shell that came to its end."""
-        folder, *entries = bytes(left.held).decode("utf-8", "surrogateescape").split("\0")
-        if left.total <= _MOST_STATE and folder.startswith("/") and entries:
+        folder, *entries = bytes(final_state.held).decode("utf-8", "surrogateescape").split("\0")
+        if final_state.total <= _MOST_STATE and folder.startswith("/") and entries:
             pairs = (entry.partition("=") for entry in entries)
             self._folder = folder
             self._environment = {name: value for name, sign, value in pairs if sign}
@@ -253,14 +254,14 @@ class SandboxKeeper:
         output: _Output,
         sign: int | None,
         seconds: float,
-        left: _Output | None = None,
+        final_state: _Output | None = None,
     ) -> tuple[bool, str]:
         """Read until a process gives its sign, or ends where it has none: whether it did; the limit
         that it passed.
         """
         poll, end = select.poll(), os.pidfd_open(pid)
         deadline = time.monotonic() + seconds
-        fds = {output.fd: output, **({} if left is None else {left.fd: left})}
+        fds = {output.fd: output, **({} if final_state is None else {final_state.fd: final_state})}
         for fd in (*fds, end, *(() if sign is None else (sign,))):
             poll.register(fd, select.POLLIN)
         try:
@@ -290,9 +291,9 @@ class SandboxKeeper:
     def _reap(self) -> None:
         """Collect what has ended."""
         try:
-            while (found := os.waitpid(-1, os.WNOHANG))[0]:
-                if self._python is not None and found[0] == self._python[0]:
-                    self._ended[found[0]] = found[1]
+            while (child := os.waitpid(-1, os.WNOHANG))[0]:
+                if self._python is not None and child[0] == self._python[0]:
+                    self._ended[child[0]] = child[1]
         except ChildProcessError:
             pass
 

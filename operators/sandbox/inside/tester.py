@@ -113,11 +113,11 @@ class CandidateClient:
     def __init__(self, requests: int, replies: int) -> None:
         self._requests, self._replies = requests, replies
 
-    def ask(self, what: str, target: Remote, *rest: Any) -> Any:
+    def ask(self, command: str, target: Remote, *operands: Any) -> Any:
         """The candidate's answer; raises what it raised where that is a common exception, else
         RuntimeError.
         """
-        write_frame(self._requests, encode([what, target, *rest], _number))
+        write_frame(self._requests, encode([command, target, *operands], _number))
         state, *answer = decode(read_frame(self._replies), lambda number: Remote(self, number))
         if state == "ok":
             return answer[0]
@@ -128,8 +128,8 @@ class CandidateClient:
 
     def named(self, names: set[str]) -> dict[str, Named]:
         """What the candidate has under these names."""
-        found = self.ask("globals", Remote(self, 0), sorted(names))
-        return {name: Named(self, number) for name, number in found.items() if name in names}
+        numbers = self.ask("globals", Remote(self, 0), sorted(names))
+        return {name: Named(self, number) for name, number in numbers.items() if name in names}
 
 
 def run_test(
@@ -168,21 +168,21 @@ def call(test: bytes, link: CandidateClient) -> None:
 
     test: encoded [name, arguments, wanted], all of it plain data.
     """
-    name, arguments, wanted = decode(test, lambda number: None)
+    name, arguments, expected = decode(test, lambda number: None)
     result = _function(link, name)(*arguments)
-    if not is_same(result, wanted):
-        raise AssertionError(f"{name} returned {_shown(result)}, not {_shown(wanted)}")
+    if not is_same(result, expected):
+        raise AssertionError(f"{name} returned {_shown(result)}, not {_shown(expected)}")
 
 
 def names_in(code: CodeType) -> set[str]:
     """Every name that some code looks up, and that is no built-in of Python's: those mean what they
     always mean.
     """
-    found = {name for name in code.co_names if not hasattr(builtins, name)}
+    names = {name for name in code.co_names if not hasattr(builtins, name)}
     for constant in code.co_consts:
         if isinstance(constant, CodeType):
-            found |= names_in(constant)
-    return found
+            names |= names_in(constant)
+    return names
 
 
 def modules_in(test: str) -> set[str]:
@@ -192,47 +192,47 @@ def modules_in(test: str) -> set[str]:
     return {base.id for base in bases if type(base).__name__ == "Name"} & sys.stdlib_module_names
 
 
-def is_same(found: Any, wanted: Any) -> bool:
+def is_same(value: Any, expected: Any) -> bool:
     """Whether a value is the one wanted, which comes from JSON: a tuple is a list there, and one
     may stand in a list.
 
     The single answer of a case stands in a list of its own in APPS, whose own tests take both.
     """
-    return _is_equal(found, wanted) or (
-        isinstance(wanted, list) and len(wanted) == 1 and _is_equal(found, wanted[0])
+    return _is_equal(value, expected) or (
+        isinstance(expected, list) and len(expected) == 1 and _is_equal(value, expected[0])
     )
 
 
-def _is_equal(found: Any, wanted: Any) -> bool:
-    if isinstance(wanted, list):
+def _is_equal(actual: Any, expected: Any) -> bool:
+    if isinstance(expected, list):
         return (
-            isinstance(found, list | tuple)
-            and len(found) == len(wanted)
-            and all(map(_is_equal, found, wanted))
+            isinstance(actual, list | tuple)
+            and len(actual) == len(expected)
+            and all(map(_is_equal, actual, expected))
         )
-    if isinstance(wanted, dict):
+    if isinstance(expected, dict):
         return (
-            isinstance(found, dict)
-            and found.keys() == wanted.keys()
-            and all(_is_equal(found[key], value) for key, value in wanted.items())
+            isinstance(actual, dict)
+            and actual.keys() == expected.keys()
+            and all(_is_equal(actual[key], value) for key, value in expected.items())
         )
     is_nan = (
-        isinstance(found, float)
-        and isinstance(wanted, float)
-        and found != found
-        and wanted != wanted
+        isinstance(actual, float)
+        and isinstance(expected, float)
+        and actual != actual
+        and expected != expected
     )
-    return is_nan or bool(found == wanted)
+    return is_nan or bool(actual == expected)
 
 
 def _function(link: CandidateClient, name: str) -> Any:
     """The candidate's function of that name, or the method of its class Solution."""
-    found = link.named({name, "Solution"})
-    if name in found:
-        return found[name]
-    if "Solution" not in found:
+    targets = link.named({name, "Solution"})
+    if name in targets:
+        return targets[name]
+    if "Solution" not in targets:
         raise NameError(f"the candidate defines no {name!r}")
-    return getattr(found["Solution"](), name)
+    return getattr(targets["Solution"](), name)
 
 
 def _nodes(node: Any) -> Iterator[Any]:
@@ -240,9 +240,9 @@ def _nodes(node: Any) -> Iterator[Any]:
     yield node
     for field in node._fields:
         value = getattr(node, field, None)
-        for each in value if isinstance(value, list) else [value]:
-            if hasattr(each, "_fields"):
-                yield from _nodes(each)
+        for child in value if isinstance(value, list) else [value]:
+            if hasattr(child, "_fields"):
+                yield from _nodes(child)
 
 
 def _follow(ours: Any, theirs: Any) -> None:

@@ -22,7 +22,7 @@ _SERIES: dict[bytes, type] = {b"l": list, b"t": tuple, b"e": set, b"z": frozense
 
 
 def encode(value: Any, keep: Keep) -> bytes:
-    """A value as bytes: numbers, text and containers by value, whatever else by the number that
+    """A value as bytes: numbers, text and containers by value, anything else by the number that
     `keep` gives it.
     """
     out = bytearray()

@@ -1,4 +1,4 @@
-"""Anthropic's messages: read into a chat, and told as content blocks."""
+"""Anthropic's messages API: bodies become chats, answers become content blocks."""
 
 from __future__ import annotations
 
@@ -50,24 +50,25 @@ _SAME = ("model", "max_tokens", "temperature", "top_p", "top_k", "stream")
 
 def parse_messages(body: Any, bounds: Bounds) -> Request:
     """The chat that a body asks for. Raises ApiError."""
-    given = only_fields(body, {**FIELDS, **set_aside(bounds)})
-    if "max_tokens" not in given:
+    fields = only_fields(body, {**FIELDS, **set_aside(bounds)})
+    if "max_tokens" not in fields:
         raise bad(
             "max_tokens", "'max_tokens' is missing; found none; give how many tokens may be written"
         )
-    said = given.get("messages")
-    if not isinstance(said, list):
+    raw_messages = fields.get("messages")
+    if not isinstance(raw_messages, list):
         raise bad(
-            "messages", f"'messages' must be a list; found {str(said)[:80]!r}; give at least one"
+            "messages",
+            f"'messages' must be a list; found {str(raw_messages)[:80]!r}; give at least one",
         )
-    system = texts_of("system", given["system"]) if "system" in given else ""
+    system = texts_of("system", fields["system"]) if "system" in fields else ""
     messages: list[Any] = [{"role": "system", "content": system}] if system else []
-    for place, message in enumerate(said):
+    for place, message in enumerate(raw_messages):
         messages += _messages(f"messages[{place}]", message)
-    chat: dict[str, Any] = {name: given[name] for name in _SAME if name in given}
-    chat |= {"messages": messages, "stop": given.get("stop_sequences"), "user": _user(given)}
-    tools = [_tool(tool) for tool in given.get("tools") or () if not is_search(tool)]
-    chat |= {"tools": tools, "tool_choice": _tool_choice(given)}
+    chat: dict[str, Any] = {name: fields[name] for name in _SAME if name in fields}
+    chat |= {"messages": messages, "stop": fields.get("stop_sequences"), "user": _user(fields)}
+    tools = [_tool(tool) for tool in fields.get("tools") or () if not is_search(tool)]
+    chat |= {"tools": tools, "tool_choice": _tool_choice(fields)}
     goes_on = (
         bool(messages) and messages[-1]["role"] == "assistant" and "tool_calls" not in messages[-1]
     )
@@ -79,13 +80,13 @@ def parse_count(body: Any, bounds: Bounds) -> Request:
     return parse_messages({"max_tokens": 1, **body} if isinstance(body, dict) else body, bounds)
 
 
-def _user(given: Mapping[str, Any]) -> Any:
-    found = given.get("metadata", {})
-    return found.get("user_id") if isinstance(found, dict) else None
+def _user(fields: Mapping[str, Any]) -> Any:
+    metadata = fields.get("metadata", {})
+    return metadata.get("user_id") if isinstance(metadata, dict) else None
 
 
-def _tool_choice(given: Mapping[str, Any]) -> Any:
-    choice = given.get("tool_choice", {"type": "auto"})
+def _tool_choice(fields: Mapping[str, Any]) -> Any:
+    choice = fields.get("tool_choice", {"type": "auto"})
     kind = choice.get("type") if isinstance(choice, dict) else None
     if kind == "tool":
         return {"type": "function", "function": {"name": choice.get("name")}}
@@ -128,12 +129,12 @@ def _messages(where: str, message: Any) -> Iterator[Any]:
         )
     apart = "tool_result" if role == "user" else "tool_use"
     tools = [block for block in blocks if block.get("type") == apart]
-    rest = [
+    plain_blocks = [
         block
         for block in blocks
         if block.get("type") not in (apart, *(THOUGHTS if role == "assistant" else ()))
     ]
-    text = texts_of(where, rest)
+    text = texts_of(where, plain_blocks)
     if role == "assistant":
         calls = [
             {
@@ -149,9 +150,9 @@ def _messages(where: str, message: Any) -> Iterator[Any]:
         yield {"role": "assistant", "content": text, **({"tool_calls": calls} if calls else {})}
         return
     for block in tools:
-        told = texts_of(where, block.get("content", ""))
-        yield {"role": "tool", "tool_call_id": block.get("tool_use_id"), "content": told}
-    if rest or not tools:
+        result_text = texts_of(where, block.get("content", ""))
+        yield {"role": "tool", "tool_call_id": block.get("tool_use_id"), "content": result_text}
+    if plain_blocks or not tools:
         yield {"role": role, "content": text}
 
 
@@ -207,12 +208,12 @@ class ToldMessage:
     """The events of a message, block by block."""
 
     def __init__(self, call: ServedCall, _: Vocabulary) -> None:
-        """Nothing told yet."""
+        """Nothing sent yet."""
         self._call = call
         self._begun, self._characters = False, 0
 
     def new(self) -> Iterator[str]:
-        """Events of what has come since the last call."""
+        """Events since the last call."""
         (choice,) = self._call.choices
         if not self._begun:
             self._begun = True

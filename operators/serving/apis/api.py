@@ -1,4 +1,4 @@
-"""What an API is to the routes: a body read into a request, a call told as JSON, a stream told as
+"""The interface of an API to the routes: bodies become requests, calls become JSON, streams become
 events.
 """
 
@@ -17,10 +17,10 @@ from operators.serving.text import Vocabulary
 
 
 class Told(Protocol):
-    """A call's stream, told as its news comes."""
+    """A call's stream of events, as its news come."""
 
     def new(self) -> Iterator[str]:
-        """Events of what has come since the last call."""
+        """Events since the last call."""
 
     def last(self) -> Iterator[str]:
         """Events after all else, where the call ended well."""
@@ -50,11 +50,11 @@ def named_event(body: Mapping[str, Any]) -> str:
     return f"event: {body['type']}\ndata: {json.dumps(body, ensure_ascii=False)}\n\n"
 
 
-def only_fields(body: Any, known: Mapping[str, Any]) -> dict[str, Any]:
+def only_fields(body: Any, allowed: Mapping[str, Any]) -> dict[str, Any]:
     """What a body gives, nulls left out. Raises ApiError for no object, and for fields (or values)
-    that are not known.
+    that are not allowed.
 
-    known: by field None for any value, the values that may stand there, or what says whether one
+    allowed: by field None for any value, the values that may stand there, or what says whether one
     may.
     """
     if not isinstance(body, dict):
@@ -63,9 +63,9 @@ def only_fields(body: Any, known: Mapping[str, Any]) -> dict[str, Any]:
             f"the body is no JSON object; found {type(body).__name__}; send {{...}}",
             code="invalid_json",
         )
-    given = {name: value for name, value in body.items() if value is not None}
-    for name, value in given.items():
-        fits = known.get(name, ())
+    fields = {name: value for name, value in body.items() if value is not None}
+    for name, value in fields.items():
+        fits = allowed.get(name, ())
         if fits is not None and not (fits(value) if callable(fits) else value in fits):
             raise bad(
                 name[:80],
@@ -73,12 +73,12 @@ def only_fields(body: Any, known: Mapping[str, Any]) -> dict[str, Any]:
                 " leave it out",
                 "unsupported_parameter",
             )
-    return given
+    return fields
 
 
 def is_search(tool: Any) -> bool:
-    """Whether a tool is a search of the web that the API's own server would make: there is none
-    here, and the policy is not told of it.
+    """Whether a tool is a web search that the API's own server would run: there is none here, and
+    the policy does not see it.
     """
     return isinstance(tool, dict) and str(tool.get("type")).startswith("web_search")
 

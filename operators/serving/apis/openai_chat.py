@@ -16,11 +16,11 @@ class ToldChunks:
     """Chunks as events."""
 
     def __init__(self, call: ServedCall, vocabulary: Vocabulary) -> None:
-        """Nothing told yet."""
+        """Nothing sent yet."""
         self._chunks = Chunks(call, vocabulary)
 
     def new(self) -> Iterator[str]:
-        """Events of what has come since the last call."""
+        """Events since the last call."""
         yield from map(event, self._chunks.new())
 
     def last(self) -> Iterator[str]:

@@ -1,4 +1,4 @@
-"""OpenAI's responses: read into a chat, and told as output items."""
+"""OpenAI's responses API: bodies become chats, answers become output items."""
 
 from __future__ import annotations
 
@@ -51,31 +51,31 @@ TEXTS = ("input_text", "output_text", "text")
 
 def parse_response(body: Any, bounds: Bounds) -> Request:
     """The chat that a body asks for. Raises ApiError."""
-    given = only_fields(body, {**FIELDS, **set_aside(bounds)})
+    fields = only_fields(body, {**FIELDS, **set_aside(bounds)})
     messages: list[Any] = []
-    if "instructions" in given:
+    if "instructions" in fields:
         messages.append(
-            {"role": "system", "content": texts_of("instructions", given["instructions"])}
+            {"role": "system", "content": texts_of("instructions", fields["instructions"])}
         )
-    asked = given.get("input")
-    items = [{"role": "user", "content": asked}] if isinstance(asked, str) else asked
+    prompt = fields.get("input")
+    items = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
     if not isinstance(items, list):
         raise bad(
             "input",
-            f"'input' must be a text or a list of items; found {str(asked)[:80]!r}; give one",
+            f"'input' must be a text or a list of items; found {str(prompt)[:80]!r}; give one",
         )
     for place, item in enumerate(items):
         if isinstance(item, dict) and item.get("type") in OTHERS:
             continue
         _add(messages, f"input[{place}]", item)
     chat: dict[str, Any] = {
-        name: given[name]
+        name: fields[name]
         for name in ("model", "temperature", "top_p", "stream", "user")
-        if name in given
+        if name in fields
     }
-    chat |= {"messages": messages, "max_tokens": given.get("max_output_tokens")}
-    chat["tools"] = [_tool(tool) for tool in given.get("tools") or () if not is_search(tool)]
-    chat["tool_choice"] = _tool_choice(given.get("tool_choice"))
+    chat |= {"messages": messages, "max_tokens": fields.get("max_output_tokens")}
+    chat["tools"] = [_tool(tool) for tool in fields.get("tools") or () if not is_search(tool)]
+    chat["tool_choice"] = _tool_choice(fields.get("tool_choice"))
     return parse("chat", chat, bounds)
 
 
@@ -173,13 +173,13 @@ def _chosen(must_call: Sequence[str]) -> Any:
 
 
 def _usage(call: ServedCall) -> dict[str, Any]:
-    found = usage(call)
+    counts = usage(call)
     return {
-        "input_tokens": found["prompt_tokens"],
+        "input_tokens": counts["prompt_tokens"],
         "input_tokens_details": {"cached_tokens": 0},
-        "output_tokens": found["completion_tokens"],
+        "output_tokens": counts["completion_tokens"],
         "output_tokens_details": {"reasoning_tokens": 0},
-        "total_tokens": found["total_tokens"],
+        "total_tokens": counts["total_tokens"],
     }
 
 
@@ -223,12 +223,12 @@ class ToldResponse:
     """The events of a response, item by item."""
 
     def __init__(self, call: ServedCall, vocabulary: Vocabulary) -> None:
-        """Nothing told yet."""
+        """Nothing sent yet."""
         self._call, self._vocabulary = call, vocabulary
         self._number, self._characters = 0, 0
 
     def new(self) -> Iterator[str]:
-        """Events of what has come since the last call."""
+        """Events since the last call."""
         (choice,) = self._call.choices
         if not self._number:
             yield self._event("response.created", {"response": _head(self._call)})

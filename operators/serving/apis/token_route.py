@@ -65,33 +65,33 @@ _OWN = (
 
 def parse_tokens(body: Any, bounds: Bounds) -> Request:
     """The call that a body asks for. Raises ApiError."""
-    given = only_fields(body, FIELDS)
-    sampling = only_fields(given.get("sampling_params", {}), {**SAMPLING, **set_aside(bounds)})
-    ids = given.get("token_ids")
+    fields = only_fields(body, FIELDS)
+    sampling = only_fields(fields.get("sampling_params", {}), {**SAMPLING, **set_aside(bounds)})
+    ids = fields.get("token_ids")
     if (
         not isinstance(ids, list)
         or not ids
-        or not all(type(one) is int and one >= 0 for one in ids)
+        or not all(type(token) is int and token >= 0 for token in ids)
     ):
         raise bad(
             "token_ids",
             f"'token_ids' must be a list of ids; found {str(ids)[:80]!r}; give at least one",
         )
-    asked = {name: sampling[name] for name in _OWN if name in sampling}
-    made = parse(
+    knobs = {name: sampling[name] for name in _OWN if name in sampling}
+    request = parse(
         "completion",
         {
             "max_tokens": MOST_TOKENS,
-            **asked,
-            "model": given.get("model"),
+            **knobs,
+            "model": fields.get("model"),
             "prompt": ids,
             "logprobs": 0,
             "return_token_ids": True,
-            "stream": given.get("stream", False),
+            "stream": fields.get("stream", False),
         },
         bounds,
     )
-    return made.with_(max_tokens=None if "max_tokens" not in sampling else made.max_tokens)
+    return request.with_(max_tokens=None if "max_tokens" not in sampling else request.max_tokens)
 
 
 def whole_tokens(call: ServedCall, _: Vocabulary) -> dict[str, Any]:
@@ -125,7 +125,7 @@ class ToldTokens:
     """The whole answer as one event."""
 
     def __init__(self, call: ServedCall, vocabulary: Vocabulary) -> None:
-        """Nothing told yet."""
+        """Nothing sent yet."""
         self._call, self._vocabulary = call, vocabulary
 
     def new(self) -> Iterator[str]:

@@ -148,23 +148,26 @@ def rounded_to(learner: Learner, dtype: str | None) -> torch.dtype | None:
     that keep some layers exact are.
     """
     module = learner.forward.module
-    found = getattr(module, "came_as", None) if dtype is None else getattr(torch, dtype)
+    rounded = getattr(module, "came_as", None) if dtype is None else getattr(torch, dtype)
     if (
-        found not in (torch.bfloat16, torch.float16)
+        rounded not in (torch.bfloat16, torch.float16)
         or adapters.is_adapted(module)
-        or module._get_dtype_plan(found)
+        or module._get_dtype_plan(rounded)
     ):
         return None
-    return found  # type: ignore[no-any-return]
+    return rounded  # type: ignore[no-any-return]
 
 
 def nbytes(learner: Learner, dtype: str | None = None) -> int:
     """About how many bytes a checkpoint takes: what is trained, AdamW's two moments of it, what is
     kept beside. dtype: as `rounded_to` has it.
     """
-    kept = sum(int(tensor.nbytes) for tensor in tensors_of(learner.refreshed).values())
+    refreshed_bytes = sum(int(tensor.nbytes) for tensor in tensors_of(learner.refreshed).values())
     copies = 3 if rounded_to(learner, dtype) is None else 3.5
-    return round(sum(copies * int(weight.nbytes) for weight in learner.parameters.values())) + kept
+    return (
+        round(sum(copies * int(weight.nbytes) for weight in learner.parameters.values()))
+        + refreshed_bytes
+    )
 
 
 def prepare(folder: Path) -> None:
@@ -200,10 +203,13 @@ def stage(
     if files is None:
         gathered = _gathered(exported, rank, rounded)
     copied = writer.staging.copied
-    wanted = exported if files is not None else {} if rounded is None else learner.parameters
-    weights = {name: shards.parts_of(each, rank, copied(name)) for name, each in wanted.items()}
+    tensors = exported if files is not None else {} if rounded is None else learner.parameters
+    weights = {
+        name: shards.parts_of(tensor, rank, copied(name)) for name, tensor in tensors.items()
+    }
     state = {
-        name: shards.parts_of(each, rank, copied(name)) for name, each in _state(learner).items()
+        name: shards.parts_of(tensor, rank, copied(name))
+        for name, tensor in _state(learner).items()
     }
     if rounded is not None:
         state |= {f"{name}{_OWN}": weights[name] for name in learner.parameters}
@@ -235,7 +241,7 @@ def _files(
     cut: Mapping[str, Any] | None,
     rounded: torch.dtype | None,
 ) -> ModelFiles | None:
-    """Where all that is exported goes; None where only transformers can tell."""
+    """The file of each exported tensor; None where only transformers can tell."""
     if adapters.is_adapted(module):
         return ModelFiles.of(folder, exported, {}, adapters.WEIGHTS_FILE, adapters.in_file)
     return None if cut is None else ModelFiles.of(folder, exported, cut, dtype=rounded)
@@ -245,13 +251,13 @@ def _gathered(
     exported: Mapping[str, Any], rank: int, rounded: torch.dtype | None
 ) -> dict[str, Tensor] | None:
     """Whole tensors in main memory on rank 0, put together one by one; all ranks call this."""
-    found = {}
+    tensors = {}
     for name, tensor in exported.items():
         full = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
         if rank == 0:
-            kept = rounded if isinstance(tensor, torch.nn.Parameter) else None
-            found[name] = full.detach().to("cpu", kept, copy=True)
-    return found if rank == 0 else None
+            dtype = rounded if isinstance(tensor, torch.nn.Parameter) else None
+            tensors[name] = full.detach().to("cpu", dtype, copy=True)
+    return tensors if rank == 0 else None
 
 
 def save(

@@ -1,5 +1,5 @@
-"""The weights of a checkpoint as files that transformers loads: every rank writes its own parts to
-where they belong.
+"""A checkpoint's weights as files that transformers loads: every rank writes its own parts in
+place.
 
 All ranks lay the files out alike, from names and shapes alone; nobody gathers a tensor, and nobody
 waits for another.
@@ -64,10 +64,12 @@ class ModelFiles:
         """
         pieces: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
         places: dict[str, list[tuple[str, tuple[int, ...], tuple[int, ...]]]] = {}
-        for each, tensor in tensors.items():
+        for tensor_name, tensor in tensors.items():
             shape = tuple(tensor.shape)
-            for part in cut.get(each) or _AS_IT_IS:
-                called, own = (called_by(each), shape) if part is None else (part.name, part.shape)
+            for part in cut.get(tensor_name) or _AS_IT_IS:
+                called, own = (
+                    (called_by(tensor_name), shape) if part is None else (part.name, part.shape)
+                )
                 is_rounded = dtype is not None and isinstance(tensor, torch.nn.Parameter)
                 pieces[called] = own, dtype if is_rounded else tensor.dtype  # type: ignore[assignment]
                 whole = (
@@ -75,21 +77,23 @@ class ModelFiles:
                     if part is None
                     else (part.stored.shape, part.offsets)
                 )
-                places.setdefault(each, []).append((called, *whole))
+                places.setdefault(tensor_name, []).append((called, *whole))
         files = _dealt(pieces, name)
         headers: dict[Path, tuple[bytes, int]] = {}
         stored: dict[str, StoredTensor] = {}
         for file, names in files.items():
-            header, size, found = laid_out(
+            header, size, in_file = laid_out(
                 folder / file, {n: pieces[n] for n in names}, {"format": "pt"}
             )
             headers[folder / file] = header, size
-            stored |= found
+            stored |= in_file
         return cls(
             headers,
             {
-                each: [_Target(stored[called], shape, offsets) for called, shape, offsets in found]
-                for each, found in places.items()
+                tensor_name: [
+                    _Target(stored[called], shape, offsets) for called, shape, offsets in placed
+                ]
+                for tensor_name, placed in places.items()
             },
         )
 
@@ -108,10 +112,10 @@ class ModelFiles:
                     if first:
                         os.ftruncate(opened[path], size)
                         os.pwrite(opened[path], header, 0)
-            for name, held in parts.items():
+            for name, tensor_parts in parts.items():
                 for target in self.targets[name]:
                     with explained(target.stored.path):
-                        _write(opened[target.stored.path], target, held)
+                        _write(opened[target.stored.path], target, tensor_parts)
             for path, file in opened.items():
                 with explained(path):
                     os.fsync(file)
@@ -119,12 +123,12 @@ class ModelFiles:
             self._write_index()
 
     def _write_index(self) -> None:
-        found = {target.stored for targets in self.targets.values() for target in targets}
+        stored = {target.stored for targets in self.targets.values() for target in targets}
         names = {
             name: path.name for path in self.headers for name in _names_in(self.headers[path][0])
         }
         index = {
-            "metadata": {"total_size": sum(each.nbytes for each in found)},
+            "metadata": {"total_size": sum(tensor.nbytes for tensor in stored)},
             "weight_map": names,
         }
         path = next(iter(self.headers)).with_name(INDEX)
@@ -136,8 +140,8 @@ def _names_in(header: bytes) -> list[str]:
     return [name for name in json.loads(header[8:]) if name != "__metadata__"]
 
 
-def _write(file: int, target: _Target, held: Iterable[TensorPart]) -> None:
-    for part in held:
+def _write(file: int, target: _Target, parts: Iterable[TensorPart]) -> None:
+    for part in parts:
         common = overlap(part.offsets, part.tensor.shape, target.offsets, target.shape)
         if common is None:
             continue
@@ -145,11 +149,11 @@ def _write(file: int, target: _Target, held: Iterable[TensorPart]) -> None:
         mine = narrowed(
             part.tensor, [at - own for at, own in zip(begin, part.offsets, strict=True)], size
         )
-        there = StoredTensor(
+        place = StoredTensor(
             target.stored.path, target.stored.begin, target.stored.dtype, target.shape
         )
         write_part(
-            file, there, [at - own for at, own in zip(begin, target.offsets, strict=True)], mine
+            file, place, [at - own for at, own in zip(begin, target.offsets, strict=True)], mine
         )
 
 
@@ -158,16 +162,16 @@ def _dealt(
 ) -> dict[str, list[str]]:
     """Names of the tensors in each file, none of which is too large."""
     files: list[list[str]] = [[]]
-    taken = 0
-    for each, (shape, dtype) in pieces.items():
+    file_bytes = 0
+    for tensor_name, (shape, dtype) in pieces.items():
         size = dtype.itemsize
         for count in shape:
             size *= count
-        if files[-1] and taken + size > MOST_BYTES:
+        if files[-1] and file_bytes + size > MOST_BYTES:
             files.append([])
-            taken = 0
-        files[-1].append(each)
-        taken += size
+            file_bytes = 0
+        files[-1].append(tensor_name)
+        file_bytes += size
     if len(files) == 1:
         return {name: files[0]}
     stem, _, ending = name.rpartition(".")

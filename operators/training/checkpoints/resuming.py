@@ -34,7 +34,7 @@ class StartPoint:
     """Steps behind those weights."""
     missing: Sequence[MadeStep] = ()
     """Steps that the ledger has after it, to be made again."""
-    told: Mapping[str, Any] = field(default_factory=dict)
+    last_metrics: Mapping[str, Any] = field(default_factory=dict)
     """The metrics of the last committed step."""
 
 
@@ -48,11 +48,13 @@ def find_start(model: Model, context: Context) -> StartPoint:
     last = ledger.last_step(context.node) if ledger is not None else 0
     if folder is None or ledger is None:
         return StartPoint(model=model)
-    found = folder.latest_checkpoint(at_most=last, node=context.own_folder)
+    checkpoint = folder.latest_checkpoint(at_most=last, node=context.own_folder)
     checkpoints = folder.checkpoints_of(context.own_folder)
     set_aside(checkpoints, [step for step in checkpoints.steps() if step > last], "taken-back")
     damaged = {
-        step: checkpoints.damage(step) for step in checkpoints.steps() if step > _number_of(found)
+        step: checkpoints.damage(step)
+        for step in checkpoints.steps()
+        if step > _number_of(checkpoint)
     }
     set_aside(checkpoints, damaged, "damaged")
     for at, damage in damaged.items():
@@ -61,18 +63,20 @@ def find_start(model: Model, context: Context) -> StartPoint:
             node=context.node,
             step=at,
             error=damage,
-            older=found.name if found is not None else "none: from the start",
+            older=checkpoint.name if checkpoint is not None else "none: from the start",
         )
     if not last:
         return StartPoint(model=model)
-    made = ledger.steps(context.node)
-    for line in missing_lines(made, folder.read_metrics()):
+    steps = ledger.steps(context.node)
+    for line in missing_lines(steps, folder.read_metrics()):
         folder.append_metrics(line)
-    step = _step_of(found)
-    if found is not None:
-        model = dataclasses.replace(model, source=str(found), revision=None)
-    missing = [each for each in made if each.step > step]
-    if lost := [each.step for each in missing if each.step <= gone(ledger, context.node)]:
+    step = _step_of(checkpoint)
+    if checkpoint is not None:
+        model = dataclasses.replace(model, source=str(checkpoint), revision=None)
+    missing = [made_step for made_step in steps if made_step.step > step]
+    if lost := [
+        made_step.step for made_step in missing if made_step.step <= gone(ledger, context.node)
+    ]:
         raise RunError(
             f"'{context.node}' cannot come back to step {last}: its newest good checkpoint is of"
             f" step {step}, and the rollouts of steps {some(lost)} after it were not kept ({KNOB});"
@@ -84,31 +88,35 @@ def find_start(model: Model, context: Context) -> StartPoint:
             node=context.node,
             step=last,
             steps=len(missing),
-            checkpoint=found.name if found is not None else "none: from the start",
+            checkpoint=checkpoint.name if checkpoint is not None else "none: from the start",
         )
-    return StartPoint(model=model, folder=found, step=step, missing=missing, told=made[-1].metrics)
+    return StartPoint(
+        model=model, folder=checkpoint, step=step, missing=missing, last_metrics=steps[-1].metrics
+    )
 
 
 def missing_lines(
-    made: Iterable[MadeStep], lines: Iterable[Mapping[str, Any]]
+    steps: Iterable[MadeStep], lines: Iterable[Mapping[str, Any]]
 ) -> list[dict[str, Any]]:
     """What the ledger knows of steps whose lines of metrics are not there; a line of a step that
     was taken back, and made otherwise, is not that of the step.
     """
-    there: dict[Any, list[Mapping[str, Any]]] = {}
+    lines_by_step: dict[Any, list[Mapping[str, Any]]] = {}
     for line in lines:
-        there.setdefault(line.get("step"), []).append(line)
+        lines_by_step.setdefault(line.get("step"), []).append(line)
     return [
         dict(step.metrics)
-        for step in made
+        for step in steps
         if step.metrics
-        and not any(line.items() >= step.metrics.items() for line in there.get(step.step, ()))
+        and not any(
+            line.items() >= step.metrics.items() for line in lines_by_step.get(step.step, ())
+        )
     ]
 
 
 def set_aside(checkpoints: Checkpoints, steps: Iterable[int], why: str) -> None:
-    """Rename the checkpoints of these steps, <why>-1-step-000100: no later start may take them for
-    those that steps of their numbers will have. RunFolderError when the disk refuses.
+    """Rename the checkpoints of these steps to <why>-1-step-000100, so that no later start takes
+    them for new steps of these numbers. RunFolderError when the disk refuses.
     """
     for folder in map(checkpoints.folder, steps):
         places = (folder.with_name(f"{why}-{at}-{folder.name}") for at in range(1, 1_000_000))
@@ -121,7 +129,7 @@ def _number_of(folder: Path | None) -> int:
 
 
 def _step_of(folder: Path | None) -> int:
-    """Of a checkpoint. RunError where it says another step than its name."""
+    """A checkpoint's step. RunError where it differs from the folder's name."""
     if folder is None:
         return 0
     step = int(checkpoint.read_state(folder)["step"])

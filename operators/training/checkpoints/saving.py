@@ -1,5 +1,5 @@
-"""When a trainer leaves a checkpoint, and how: begun between two steps, written beside them, told
-to the ledger.
+"""When and how a trainer saves checkpoints: begun between two steps, written in the background,
+recorded in the ledger.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ WAL_TOLD_BYTES = 1 << 30
 
 @dataclass
 class Debt:
-    """What a trainer that dies now has to make again: seconds of its steps, without those that it
-    waited for rows.
+    """The work that is lost if the trainer dies now: seconds of its steps, without waiting for
+    rows. within_s: the most that may be lost. A slow checkpoint is saved less often, see `DEAR`.
 
     within_s: how long that may take. A checkpoint that takes long is left less often, see `DEAR`.
     """
@@ -90,7 +90,7 @@ class CheckpointSaver:
     """As `checkpoint.rounded_to` has it."""
     copier: CheckpointCopier | None = None
     """Takes committed checkpoints to the run's address, where it has one."""
-    asked: int = 0
+    requested: int = 0
     """The number of the last checkpoint that somebody has asked for."""
     answered: int = 0
     """That of the last which was written, or that could not be."""
@@ -116,8 +116,8 @@ class CheckpointSaver:
         return self._stays(step) or (self._writing is None and self.debt.is_due)
 
     def keep(self, step: int) -> None:
-        """Begin the checkpoint of a committed step, unless there is one; the one before is waited
-        for.
+        """Begin the checkpoint of a committed step, unless it has one; wait for the previous one
+        first.
 
         Here its tensors are copied; they are written in the background. Where the disk refuses, or
         has too little room for a temporary one, a warning says so, the one before stays the newest,
@@ -132,9 +132,9 @@ class CheckpointSaver:
         """Between two steps: begin the checkpoint of the last one, where somebody has asked for
         one; it stays.
         """
-        if self._taken == self.asked or not step:
+        if self._taken == self.requested or not step:
             return
-        self._taken, self.asked_step = self.asked, step
+        self._taken, self.asked_step = self.requested, step
         try:
             if self._writing is None or self._writing.step != step:
                 self._begin(step, is_temporary=False)
@@ -200,8 +200,8 @@ class CheckpointSaver:
             self.copier.add(self.kept_step, is_temporary=checkpoints.is_temporary(self.kept_step))
 
     def wait_for_copies(self) -> bool:
-        """At the end, wait a moment for copies under way; False: nothing is waited for any more.
-        Where the address takes nothing for `Limits.copy_s`, a warning says what is not there.
+        """At the end, wait a moment for copies under way; False: it waits no longer. Where the
+        address takes nothing for `Limits.copy_s`, a warning names the missing copy.
         """
         if self.copier is None or self._finished_at is None or self.copier.is_idle:
             return False
@@ -303,8 +303,8 @@ class CheckpointSaver:
         self._answer()
 
     def _written(self, deadline_s: float) -> None:
-        """Wait for the checkpoint being written, and tell the ledger of it. Raises what went wrong
-        with it.
+        """Wait for the checkpoint being written, and record it in the ledger. Raises the writer's
+        error.
         """
         if self._writing is None:
             return
@@ -317,7 +317,7 @@ class CheckpointSaver:
         self._forget_rollouts()
 
     def _forget_checkpoints(self) -> None:
-        """Remove the oldest of those that stay, where too many do."""
+        """Remove the oldest checkpoints beyond the number to keep."""
         context = self.context
         if (
             self.most is None
@@ -344,7 +344,7 @@ class CheckpointSaver:
             self._clear(checkpoints, max(old) + 1)
 
     def _forget_rollouts(self) -> None:
-        """Remove those that nothing needs, as a newer checkpoint is committed."""
+        """Remove rollouts that no checkpoint needs, now that a newer one is committed."""
         context = self.context
         if context.keep_steps is None or context.folder is None or context.ledger is None:
             return
@@ -372,13 +372,13 @@ class CheckpointSaver:
 
     def _look_at(self, ledger: BaseLedger) -> None:
         """Tell of a program that reads the ledger and does not come to an end."""
-        if (found := ledger.wal_bytes) > WAL_TOLD_BYTES:
+        if (wal_bytes := ledger.wal_bytes) > WAL_TOLD_BYTES:
             self.context.log.warning(
                 "some program reads ledger.db in a transaction that does not end: the log of the"
                 " database grows until it does",
                 node=self.context.node,
                 path=f"{ledger.path}-wal",
-                mebibytes=found >> 20,
+                mebibytes=wal_bytes >> 20,
             )
 
     def _clear(self, checkpoints: Checkpoints, step: int) -> None:

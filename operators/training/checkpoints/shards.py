@@ -59,7 +59,7 @@ def file_name(rank: int, ranks: int) -> str:
 def parts_of(
     tensor: Any, rank: int, copied: Callable[[Tensor], Tensor] = lambda own: own
 ) -> list[TensorPart]:
-    """What this rank is to write of a tensor: nothing where that is nothing, or another rank writes
+    """The parts of a tensor that this rank writes: none where it has none, or another rank writes
     the same.
 
     tensor: whole, then rank 0 writes it; or a DTensor, then the first of those that hold a part
@@ -78,9 +78,10 @@ def parts_of(
     own = local(tensor).detach()
     if runs is None or not own.numel():
         return []
-    kept = copied(own)
+    own_copy = copied(own)
     return [
-        TensorPart(narrowed(kept, here, size), list(first)) for first, here, size in boxes(runs)
+        TensorPart(narrowed(own_copy, own_first, size), list(first))
+        for first, own_first, size in boxes(runs)
     ]
 
 
@@ -158,16 +159,16 @@ def read(folder: Path, into: Mapping[str, Tensor]) -> None:
                 [at + size for at, size in zip(offsets, place.shape, strict=True)]
                 for place, offsets in parts
             ]
-            found = [max(of_dim) for of_dim in zip(*ends, strict=True)]
-            if not parts or found != list(tensor.shape):
+            shape = [max(of_dim) for of_dim in zip(*ends, strict=True)]
+            if not parts or shape != list(tensor.shape):
                 raise ValueError(
-                    f"it has '{name}' {found if parts else 'not'}, and {list(tensor.shape)} is"
+                    f"it has '{name}' {shape if parts else 'not'}, and {list(tensor.shape)} is"
                     " needed"
                 )
             missing = own.numel()
-            for first, here, size in boxes(held(tensor)):
+            for first, own_first, size in boxes(held(tensor)):
                 missing -= sum(
-                    _read(place, offsets, first, narrowed(own, here, size))
+                    _read(place, offsets, first, narrowed(own, own_first, size))
                     for place, offsets in parts
                 )
             if missing:
@@ -180,15 +181,15 @@ def read(folder: Path, into: Mapping[str, Tensor]) -> None:
 
 def _stored(folder: Path) -> dict[str, list[tuple[StoredTensor, Sequence[int]]]]:
     """By name, the parts of each tensor in a folder's files, and where they begin in it."""
-    found: dict[str, list[tuple[StoredTensor, Sequence[int]]]] = {}
+    by_name: dict[str, list[tuple[StoredTensor, Sequence[int]]]] = {}
     for path in sorted(folder.glob(f"*{SUFFIX}")):
         content = content_of(path)
         sharding = json.loads(content.metadata[_SHARDING])
         for name, place in content.tensors.items():
-            found.setdefault(name.partition(_AGAIN)[0], []).append(
+            by_name.setdefault(name.partition(_AGAIN)[0], []).append(
                 (place, sharding[name]["saved_offsets"])
             )
-    return found
+    return by_name
 
 
 def _read(place: StoredTensor, offsets: Sequence[int], first: Sequence[int], into: Tensor) -> int:
@@ -214,7 +215,7 @@ def _read(place: StoredTensor, offsets: Sequence[int], first: Sequence[int], int
 
 @contextlib.contextmanager
 def explained(path: Path) -> Iterator[None]:
-    """`files.disk` for what safetensors writes too, which tells of the disk's errors in words.
+    """`files.disk` for safetensors as well, which reports the disk's errors as text.
     RunFolderError.
     """
     with disk("writing", path):

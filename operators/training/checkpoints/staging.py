@@ -1,4 +1,4 @@
-"""A checkpoint beside the training: copies of what is on a GPU, and one thread that writes; imports
+"""A checkpoint in the background: copies of tensors on a GPU, and one thread that writes; imports
 torch.
 """
 
@@ -56,9 +56,9 @@ class Background:
     unblocked by: its end
     """
 
-    def __init__(self, what: str) -> None:
-        """what: is under way, for errors."""
-        self._what = what
+    def __init__(self, activity: str) -> None:
+        """activity: what is under way, for errors."""
+        self._what = activity
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
 

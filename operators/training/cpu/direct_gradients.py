@@ -25,7 +25,7 @@ class DirectGradients:
     """
 
     def __init__(self, module: Any, *, is_rounded: bool) -> None:
-        """Switch the layers; whatever else makes a gradient of their weights goes on doing so.
+        """Switch the layers; other gradients of their weights are added as before.
 
         module: on a CPU, loaded and proved. is_rounded: products of linear layers but the last are
         `rounded_product`, also of weights that need no gradient.
@@ -191,7 +191,7 @@ class _Rows(torch.autograd.Function):
         (ids,) = ctx.saved_tensors
         flat, by_rows = ids.flatten(), by_out.reshape(-1, by_out.shape[-1])
         if ctx.padding is not None:  # as torch has it, this id is never trained
-            kept = flat != ctx.padding
-            flat, by_rows = flat[kept], by_rows[kept]
+            is_real = flat != ctx.padding
+            flat, by_rows = flat[is_real], by_rows[is_real]
         ctx.gradients.settle(ctx.weight).index_add_(0, flat, by_rows)
         return None, None, None, None

@@ -23,8 +23,8 @@ _LONG, _POINTER = ctypes.c_int64, ctypes.c_void_p
 
 
 class _OfThread(threading.local):
-    """Kept: taken anew for each product it would be the top of the heap, which the C library gives
-    back each time.
+    """Scratch memory that stays: allocated for each product it would be the top of the heap, which
+    the C library frees each time.
     """
 
     _words = torch.empty(0, dtype=torch.int32)
@@ -40,14 +40,14 @@ _OF_THREAD = _OfThread()
 
 @functools.cache
 def _library() -> ctypes.CDLL | None:
-    found = compiled(_SOURCES, ((*_FLAGS, "-fopenmp"), _FLAGS))
-    if found is None or not found.dataflow_multiplies_pairs():
+    lib = compiled(_SOURCES, ((*_FLAGS, "-fopenmp"), _FLAGS))
+    if lib is None or not lib.dataflow_multiplies_pairs():
         return None
-    found.dataflow_product_scratch.argtypes, found.dataflow_product_scratch.restype = (
+    lib.dataflow_product_scratch.argtypes, lib.dataflow_product_scratch.restype = (
         (_LONG,) * 3,
         _LONG,
     )
-    found.dataflow_product.argtypes = (
+    lib.dataflow_product.argtypes = (
         _POINTER,
         _LONG,
         _LONG,
@@ -63,8 +63,8 @@ def _library() -> ctypes.CDLL | None:
         _POINTER,
         _LONG,
     )
-    found.dataflow_product.restype = None
-    return found
+    lib.dataflow_product.restype = None
+    return lib
 
 
 def multiplies_bfloat16() -> bool:
@@ -83,13 +83,13 @@ def rounded_product(
     library, threads = _library(), torch.get_num_threads()
     assert library is not None, "this processor multiplies bfloat16"
     (rows, depth), columns = left_M_K.shape, right_K_N.shape[1]
-    left, right = _dense(left_M_K), _dense(right_K_N)
+    lhs, rhs = _dense(left_M_K), _dense(right_K_N)
     scratch = _OF_THREAD.scratch(library.dataflow_product_scratch(rows, depth, threads))
     library.dataflow_product(
-        left.data_ptr(),
-        *left.stride(),
-        right.data_ptr(),
-        *right.stride()[::-1],
+        lhs.data_ptr(),
+        *lhs.stride(),
+        rhs.data_ptr(),
+        *rhs.stride()[::-1],
         out.data_ptr(),
         out.stride(0),
         rows,

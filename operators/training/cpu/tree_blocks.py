@@ -59,7 +59,7 @@ def attention_blocks(positions_N: Array) -> tuple[tuple[AttentionBlocks, ...], A
     end.
     """
     blocks = list(_merged(positions_N))
-    found: list[AttentionBlocks] = []
+    attention: list[AttentionBlocks] = []
     back_N = np.zeros(len(positions_N), np.int64)
     base = 0
     for bucket in _buckets(blocks):
@@ -69,28 +69,28 @@ def attention_blocks(positions_N: Array) -> tuple[tuple[AttentionBlocks, ...], A
         keys_B_K = np.full((len(bucket), most_keys), -1)
         for row, block in enumerate(bucket):
             own = np.arange(block.first, block.last)
-            asked = np.r_[block.path, own] if not block.is_causal else block.path
-            keys_B_K[row, : len(asked)] = asked
+            keys = np.r_[block.path, own] if not block.is_causal else block.path
+            keys_B_K[row, : len(keys)] = keys
             asking = block.path if block.is_causal else own
             queries_B_Q[row, : len(asking)] = asking
             queries_B_Q[row, len(asking) :] = asking[-1]
             begin = len(asking) - len(own)
             back_N[own] = base + row * most_queries + begin + np.arange(len(own))
-        found.append(
+        attention.append(
             AttentionBlocks(
                 queries_B_Q=queries_B_Q, keys_B_K=keys_B_K, is_causal=bucket[0].is_causal
             )
         )
         base += queries_B_Q.size
-    return tuple(found), back_N
+    return tuple(attention), back_N
 
 
 def visible(queries_B_Q: Array, keys_B_K: Array, ends_N: Array) -> Array:
     """Whether each key is the query's node or one of its ancestors: bool [B, Q, K]."""
     ends_B_K = np.where(keys_B_K < 0, -1, ends_N[keys_B_K])
     asking = queries_B_Q[:, :, None]
-    found: Array = (keys_B_K[:, None] <= asking) & (asking < ends_B_K[:, None])
-    return found
+    is_visible: Array = (keys_B_K[:, None] <= asking) & (asking < ends_B_K[:, None])
+    return is_visible
 
 
 @dataclass
@@ -147,7 +147,7 @@ def _buckets(blocks: Iterable[_Block]) -> Iterator[list[_Block]]:
     """Blocks of like size together, as few buckets as waste little."""
     bucket: list[_Block] = []
     queries = keys = pairs = 0
-    for block in sorted(blocks, key=lambda each: (each.is_causal, each.keys, each.size)):
+    for block in sorted(blocks, key=lambda block: (block.is_causal, block.keys, block.size)):
         asking = len(block.path) if block.is_causal else block.size
         wide, long = max(queries, asking), max(keys, block.keys)
         own = pairs + asking * block.keys

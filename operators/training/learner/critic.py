@@ -99,19 +99,19 @@ class Critic:
             and set(name.split(".")) & set(HEADS)
         ]
         if not heads:
-            found = [name for name, _ in self.module.named_children()]
+            children = [name for name, _ in self.module.named_children()]
             raise ModelError(
                 f"a critic or judge ends in one linear layer called {' or '.join(HEADS)} with one"
-                f" number, but {type(self.module).__name__} has {found}; give a model that"
+                f" number, but {type(self.module).__name__} has {children}; give a model that"
                 " transformers loads with such a head"
             )
         for head in heads:
             head.register_forward_hook(self._keep)
 
-    def _keep(self, head: torch.nn.Linear, given: tuple[Tensor, ...], made: Tensor) -> None:
+    def _keep(self, head: torch.nn.Linear, inputs: tuple[Tensor, ...], output: Tensor) -> None:
         with torch.autocast(self._device.type, enabled=False):
             bias = None if head.bias is None else head.bias.float()
-            self._numbers = [F.linear(given[0].float(), head.weight.float(), bias)]
+            self._numbers = [F.linear(inputs[0].float(), head.weight.float(), bias)]
 
     def _check_causal(self) -> None:
         """Packing shares prefixes: right only where a number depends on nothing that comes after
@@ -120,9 +120,9 @@ class Critic:
         tokens = torch.arange(1, 9, device=self._device)[None] % int(
             self.module.config.get_text_config().vocab_size
         )
-        other = tokens.clone()
-        other[0, -1] = 0
-        first, second = (self._call(input_ids=ids, use_cache=False) for ids in (tokens, other))
+        changed = tokens.clone()
+        changed[0, -1] = 0
+        first, second = (self._call(input_ids=ids, use_cache=False) for ids in (tokens, changed))
         is_alike = len(first) == tokens.shape[1] and torch.allclose(
             first[:-1], second[:-1], atol=CAUSAL_TOLERANCE, rtol=CAUSAL_TOLERANCE
         )

@@ -88,7 +88,7 @@ class Diagnostics:
         ratio = log_ratio.clamp(max=_MOST_LOG_RATIO).exp()
         low, high = self.bounds or (0.0, math.inf)
         same = oldest_T == self.version
-        found = [
+        sums = [
             torch.full_like(ratio[:1], len(ratio)).sum(),
             ratio.sum(),
             (ratio * ratio).sum(),
@@ -98,25 +98,25 @@ class Diagnostics:
             log_ratio.abs().mul(same).sum(),
         ]
         if entropy_T is not None:
-            found.append(entropy_T.sum())
+            sums.append(entropy_T.sum())
         if reference_T is not None:
             gap = (reference_T - new_T).double()
-            found.append((gap.clamp(max=_MOST_LOG_RATIO).exp() - 1 - gap).sum())
-        self._add(found, ratio.max() if len(ratio) else ratio.new_zeros(()))
+            sums.append((gap.clamp(max=_MOST_LOG_RATIO).exp() - 1 - gap).sum())
+        self._add(sums, ratio.max() if len(ratio) else ratio.new_zeros(()))
 
     def critic(self, new_T: Tensor, target_T: Tensor) -> None:
         """Add a micro-batch of a critic: its values and what they should have been, without
         gradient.
         """
         gap = target_T - new_T
-        found = [
+        sums = [
             torch.full_like(gap[:1], len(gap)).sum(),
             target_T.sum(),
             (target_T * target_T).sum(),
             gap.sum(),
             (gap * gap).sum(),
         ]
-        self._add(found, new_T.abs().max() if len(new_T) else new_T.new_zeros(()))
+        self._add(sums, new_T.abs().max() if len(new_T) else new_T.new_zeros(()))
 
     def totals(self) -> tuple[Tensor, Tensor]:
         """All sums, float64 [names], and the largest of the maxima, float64 []."""
@@ -137,35 +137,37 @@ class Diagnostics:
         others of older weights has seen a KV-cache that the older ones left. explained_variance: 1
         - Var(target - value) / Var(target).
         """
-        found = dict(zip(self.names, sums, strict=True))
-        tokens = found.get("tokens", 0.0)
+        totals = dict(zip(self.names, sums, strict=True))
+        tokens = totals.get("tokens", 0.0)
         if not tokens:
             return {}
-        if "target" in found:
-            spread = found["squared_target"] / tokens - (found["target"] / tokens) ** 2
-            rest = found["squared_residual"] / tokens - (found["residual"] / tokens) ** 2
+        if "target" in totals:
+            spread = totals["squared_target"] / tokens - (totals["target"] / tokens) ** 2
+            residual = totals["squared_residual"] / tokens - (totals["residual"] / tokens) ** 2
             return {
-                "value_mean": (found["target"] - found["residual"]) / tokens,
+                "value_mean": (totals["target"] - totals["residual"]) / tokens,
                 "value_max": largest,
-                "explained_variance": 1 - rest / spread if spread > 1e-12 else None,
+                "explained_variance": 1 - residual / spread if spread > 1e-12 else None,
             }
         measures: dict[str, float | None] = {
-            "ratio_mean": found["ratio"] / tokens,
+            "ratio_mean": totals["ratio"] / tokens,
             "ratio_max": largest,
             "ess": (
-                found["ratio"] ** 2 / (tokens * found["squared_ratio"])
-                if found["squared_ratio"]
+                totals["ratio"] ** 2 / (tokens * totals["squared_ratio"])
+                if totals["squared_ratio"]
                 else None
             ),
-            "kl": found["kl"] / tokens,
-            "truncated_share": found["truncated"] / tokens if self.bounds else None,
-            "mismatch": found["same_gap"] / found["same_tokens"] if found["same_tokens"] else None,
+            "kl": totals["kl"] / tokens,
+            "truncated_share": totals["truncated"] / tokens if self.bounds else None,
+            "mismatch": totals["same_gap"] / totals["same_tokens"]
+            if totals["same_tokens"]
+            else None,
         }
         for name in ("entropy", "kl_reference"):
-            if name in found:
-                measures[name] = found[name] / tokens
+            if name in totals:
+                measures[name] = totals[name] / tokens
         return measures
 
-    def _add(self, found: list[Tensor], largest: Tensor) -> None:
-        self._sums.append(torch.stack([value.to(torch.float64) for value in found]))
+    def _add(self, sums: list[Tensor], largest: Tensor) -> None:
+        self._sums.append(torch.stack([value.to(torch.float64) for value in sums]))
         self._largest.append(largest.to(torch.float64))

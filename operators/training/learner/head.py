@@ -57,7 +57,7 @@ def logprobs_of_hidden(
     hidden_U_D: Tensor,
     weight_V_D: Tensor,
     bias_V: Tensor | None,
-    wanted: Wanted,
+    selection: Wanted,
     shape: Shape,
     *,
     entropy: bool,
@@ -72,7 +72,7 @@ def logprobs_of_hidden(
     float32 (float64 for float64), which is the result's type too. shape: its scale holds the
     temperature.
     """
-    rows_P, ids_P = wanted.pairs()
+    rows_P, ids_P = selection.pairs()
     device = hidden_U_D.device.type
     compute = weight_V_D.dtype
     if torch.is_autocast_enabled(device) and compute != torch.float64:
@@ -89,7 +89,7 @@ def logprobs_of_hidden(
         torch.is_grad_enabled(),
         direct,
     )
-    return composed(wanted, *sums)
+    return composed(selection, *sums)
 
 
 class _Slices(torch.autograd.Function):
@@ -177,10 +177,13 @@ class _Slices(torch.autograd.Function):
         by_entropy_U = None if by_entropy_U is None else by_entropy_U * scale
         by_picked_P = None if by_picked_P is None else by_picked_P * scale
         spare = walk.spare() if by_entropy_U is not None else None
-        kept, ctx.kept = ctx.kept, []
+        blocks, ctx.kept = ctx.kept, []
         for start, end, picks in walk:
-            if kept:
-                logits_U_C, weight_C_D = walk.view(kept.pop(0), start, end), walk.weight(start, end)
+            if blocks:
+                logits_U_C, weight_C_D = (
+                    walk.view(blocks.pop(0), start, end),
+                    walk.weight(start, end),
+                )
             else:
                 logits_U_C, weight_C_D = walk.logits(start, end)
             slope_U_C = walk.slope(logits_U_C)
@@ -270,14 +273,12 @@ class _Walk:
         return room[: rows * (end - start)].view(rows, end - start)
 
     def kept_rooms(self) -> list[Tensor]:
-        """Rooms for the logits of the first slices, which are kept; blocks of them are freed
-        together.
-        """
+        """Buffers for the logits of the first slices; blocks of them are freed together."""
         rows, width = self.hidden_U_D.shape
         size = rows * self._width
         count = int(min(MOST_KEPT, KEPT_OF_WEIGHT * width / max(1, rows)) * (len(self._edges) - 1))
-        each = max(1, BLOCK // max(1, size))
-        blocks = [min(each, count - start) for start in range(0, count, each)]
+        block_rows = max(1, BLOCK // max(1, size))
+        blocks = [min(block_rows, count - start) for start in range(0, count, block_rows)]
         return [
             room
             for slices in blocks
@@ -329,12 +330,12 @@ def _product(
     elif added and left.dtype == out.dtype:
         out.addmm_(left, right)
     elif added or is_rounded:
-        found = torch.empty_like(out, dtype=torch.float32)
-        _product(left, right, out=found, is_rounded=is_rounded)
+        product = torch.empty_like(out, dtype=torch.float32)
+        _product(left, right, out=product, is_rounded=is_rounded)
         if added:
-            out += found
+            out += product
         else:
-            out.copy_(found)
+            out.copy_(product)
     elif left.dtype == out.dtype:
         torch.mm(left, right, out=out)
     elif left.is_cuda and torch.version.hip is None:

@@ -48,24 +48,24 @@ class HeadModule:
         if "forward" in vars(layer):
             return None
         cap = getattr(module.config.get_text_config(), "final_logit_softcapping", None)
-        given = torch.zeros(0)
+        probe = torch.zeros(0)
 
         def forward(hidden: Tensor) -> Tensor:
-            nonlocal given
+            nonlocal probe
             shape = hidden.shape[:-1]
-            given = torch.linspace(-4.0, 4.0, shape.numel(), device=hidden.device).view(*shape, 1)
-            return given
+            probe = torch.linspace(-4.0, 4.0, shape.numel(), device=hidden.device).view(*shape, 1)
+            return probe
 
         try:
             with torch.no_grad(), _instead(layer, forward):
-                found = run().logits
+                logits = run().logits
         except Exception:  # any refusal means the same: this architecture keeps its logits
             return None
-        if found.shape != given.shape:
+        if logits.shape != probe.shape:
             return None
-        capped = given if not cap else cap * torch.tanh(given / cap)
-        scale = float(found.flatten()[-1] / capped.flatten()[-1])
-        is_known = scale > 0 and torch.allclose(found, scale * capped, rtol=1e-5, atol=1e-6)
+        capped = probe if not cap else cap * torch.tanh(probe / cap)
+        scale = float(logits.flatten()[-1] / capped.flatten()[-1])
+        is_known = scale > 0 and torch.allclose(logits, scale * capped, rtol=1e-5, atol=1e-6)
         return cls(layer, Shape(scale=scale, cap=cap or None)) if is_known else None
 
     def call(
@@ -83,11 +83,11 @@ class HeadModule:
             return compute(hidden.flatten(0, -2), self.layer.weight, self.layer.bias)[None] * small
 
         with _instead(self.layer, forward):
-            found: Tensor = run().logits[0]
-        found = found / self.after.scale
+            numbers: Tensor = run().logits[0]
+        numbers = numbers / self.after.scale
         if self.after.cap is not None:
-            found = torch.atanh(found / self.after.cap) * (self.after.cap / SMALL)
-        return found
+            numbers = torch.atanh(numbers / self.after.cap) * (self.after.cap / SMALL)
+        return numbers
 
 
 @contextlib.contextmanager

@@ -41,28 +41,28 @@ def vanishes_without_advantage(loss: LossFunction) -> bool:
     False for losses with an entropy bonus, a KL term or a whitened advantage, for those that do not
     read the advantage, and for those that cannot be called on random numbers.
     """
-    known = {"new_logprobs", "mask", "rollout_index"}
+    plain_arguments = {"new_logprobs", "mask", "rollout_index"}
     if (
         "advantage" not in loss.columns
         or "new_logprobs" not in loss.computed
-        or not known.issuperset(loss.computed)
+        or not plain_arguments.issuperset(loss.computed)
     ):
         return False
     draw = torch.Generator().manual_seed(0)
-    given = {
+    arguments = {
         name: -3.0 * torch.rand(256, generator=draw) for name in (*loss.columns, "new_logprobs")
     }
-    given["advantage"] = torch.randn(256, generator=draw)
-    given["rollout_index"] = torch.arange(256) // 8
-    silent_T = given["rollout_index"] % 2 == 0
-    given["advantage"][silent_T] = 0.0
+    arguments["advantage"] = torch.randn(256, generator=draw)
+    arguments["rollout_index"] = torch.arange(256) // 8
+    silent_T = arguments["rollout_index"] % 2 == 0
+    arguments["advantage"][silent_T] = 0.0
     try:
-        total, grad = _tried(loss, given)
+        total, grad = _tried(loss, arguments)
         some_total, some_grad = _tried(
-            loss, {name: values[~silent_T] for name, values in given.items()}
+            loss, {name: values[~silent_T] for name, values in arguments.items()}
         )
         none_total, none_grad = _tried(
-            loss, {name: values[silent_T] for name, values in given.items()}
+            loss, {name: values[silent_T] for name, values in arguments.items()}
         )
     except Exception:  # a loss that needs real rows is simply computed on all of them
         return False
@@ -73,14 +73,14 @@ def vanishes_without_advantage(loss: LossFunction) -> bool:
     )
 
 
-def _tried(loss: LossFunction, given: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+def _tried(loss: LossFunction, tensors: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
     """Summed loss and its gradient with respect to the log-probabilities."""
-    new_T = given["new_logprobs"].clone().requires_grad_()
-    arguments = {name: values for name, values in given.items() if name in loss.columns}
+    new_T = tensors["new_logprobs"].clone().requires_grad_()
+    arguments = {name: values for name, values in tensors.items() if name in loss.columns}
     if "mask" in loss.computed:
         arguments["mask"] = torch.ones(len(new_T), dtype=torch.bool)
     if "rollout_index" in loss.computed:
-        arguments["rollout_index"] = torch.unique(given["rollout_index"], return_inverse=True)[1]
+        arguments["rollout_index"] = torch.unique(tensors["rollout_index"], return_inverse=True)[1]
     total = loss.call(new_logprobs=new_T, **arguments).expand(new_T.shape).sum()
     (grad,) = torch.autograd.grad(total, new_T)
     return total.detach(), grad
@@ -210,7 +210,7 @@ class Learner:
         self.open(step.rows, step.scale_R, version)
         if not len(step.computed):
             return []
-        found: list[Array] = []
+        micro_batches: list[Array] = []
         for alike in by_temperature(step.rows, step.computed):
             positions, offsets = gather(step.rows.offsets, alike)
             parts = split(
@@ -220,8 +220,8 @@ class Learner:
                 self.micro_batch_tokens,
                 whole=self.needs_groups,
             )
-            found += [alike[part] for part in parts]
-        return found
+            micro_batches += [alike[part] for part in parts]
+        return micro_batches
 
     @property
     def module(self) -> Any:
@@ -292,15 +292,15 @@ class Learner:
         new_T = next(iter(computed.values()))
         if self.keep_new_logprobs:
             self._new.append((flat_T, new_T.detach()))
-        wanted = {LOGPROBS, *self.loss.columns}
-        per_token = {name: values for name, values in rows.per_token.items() if name in wanted}
-        given = {name: self._tensor(values[flat_T], new_T) for name, values in per_token.items()}
-        given |= {
+        columns = {LOGPROBS, *self.loss.columns}
+        per_token = {name: values for name, values in rows.per_token.items() if name in columns}
+        tensors = {name: self._tensor(values[flat_T], new_T) for name, values in per_token.items()}
+        tensors |= {
             name: self._tensor(values[row_T], new_T) for name, values in rows.columns_R.items()
         }
         groups_T = np.unique(rows.groups_R[row_T], return_inverse=True)[1]
-        known = (
-            given
+        available = (
+            tensors
             | computed
             | {
                 "mask": torch.ones(len(new_T), dtype=torch.bool, device=new_T.device),
@@ -309,12 +309,12 @@ class Learner:
             }
         )
         losses = self._call(
-            {name: known[name] for name in self.loss.columns + self.loss.computed}, new_T
+            {name: available[name] for name in self.loss.columns + self.loss.computed}, new_T
         )
         total = (losses * self._tensor(self._scale_R[row_T], new_T)).sum()
         torch.autograd.backward(total)
         self._totals.append(total.detach().to(torch.float64))
-        self._measure(losses, computed, given, rows.oldest_R[row_T], row_T)
+        self._measure(losses, computed, tensors, rows.oldest_R[row_T], row_T)
 
     def end(self, learning_rate: float) -> StepOutcome:
         """Clip, update the weights and report; the weights stay as they were when anything was not
@@ -336,10 +336,10 @@ class Learner:
         ).sum()
         self._totals = []
         sums, largest = self.together.total(
-            torch.cat([each.reshape(-1).to(norm.device) for each in (total, nodes, sums)]),
+            torch.cat([tensor.reshape(-1).to(norm.device) for tensor in (total, nodes, sums)]),
             largest.to(norm.device),
         )
-        grad_norm, most, loss, computed, *found = torch.cat(
+        grad_norm, most, loss, computed, *totals = torch.cat(
             [norm.double().reshape(1), largest.reshape(1), sums]
         ).tolist()
         culprit, settle_s, settled = None, 0.0, True
@@ -348,7 +348,10 @@ class Learner:
                 self.together.clip(gradients, self.max_grad_norm, norm)
             self.unread()
             began = time.monotonic()
-            changing = [0, *(n for n, each in enumerate(self.refreshed, 1) if each.offers_weights)]
+            changing = [
+                0,
+                *(n for n, reference in enumerate(self.refreshed, 1) if reference.offers_weights),
+            ]
             settled = settle(
                 [self.writers[line] for line in changing if line in self.writers], self.settle_s
             )
@@ -362,7 +365,7 @@ class Learner:
         return StepOutcome(
             loss=loss,
             grad_norm=grad_norm,
-            measures=self._diagnostics.measures(found, most),
+            measures=self._diagnostics.measures(totals, most),
             nodes=round(computed),
             culprit=culprit,
             settle_s=settle_s,
@@ -377,8 +380,8 @@ class Learner:
         return self._rows, self._new_S
 
     def _gather_new(self) -> None:
-        """Bring the log-probabilities of the step into main memory, and let go of the tensors:
-        until the next step the device may be another's.
+        """Copy the step's log-probabilities to main memory and drop the tensors: another operator
+        may use the device before the next step.
         """
         if self._new:
             positions = np.concatenate([flat_T for flat_T, _ in self._new])
@@ -413,14 +416,14 @@ class Learner:
         """The loss per token; a single number stands for each of them."""
         losses = self.loss.call(**arguments)
         if not isinstance(losses, Tensor) or losses.shape not in (new_T.shape, torch.Size(())):
-            found = (
+            shape = (
                 f"shape {list(losses.shape)}"
                 if isinstance(losses, Tensor)
                 else type(losses).__name__
             )
             raise Unusable(
                 f"loss '{self.loss.name}' ({self.loss.where}) of '{self.node}' must return a tensor"
-                f" [{len(new_T)}] with a number per token, or a single number; found {found}; mend"
+                f" [{len(new_T)}] with a number per token, or a single number; found {shape}; mend"
                 " its return"
             )
         return losses.expand(new_T.shape)
@@ -429,7 +432,7 @@ class Learner:
         self,
         losses: Tensor,
         computed: dict[str, Tensor],
-        given: dict[str, Tensor],
+        tensors: dict[str, Tensor],
         oldest_T: Array,
         row_T: Array,
     ) -> None:
@@ -442,13 +445,13 @@ class Learner:
                 new_T = now["new_logprobs"]
                 self._diagnostics.policy(
                     new_T,
-                    given[LOGPROBS],
+                    tensors[LOGPROBS],
                     self._tensor(oldest_T, new_T),
                     entropy_T=now.get("entropy"),
-                    reference_T=given.get(REF_LOGPROBS),
+                    reference_T=tensors.get(REF_LOGPROBS),
                 )
-            elif VALUES in given and ADVANTAGE in given:
-                self._diagnostics.critic(now["new_values"], given[VALUES] + given[ADVANTAGE])
+            elif VALUES in tensors and ADVANTAGE in tensors:
+                self._diagnostics.critic(now["new_values"], tensors[VALUES] + tensors[ADVANTAGE])
 
     def everywhere(
         self, function: Callable[..., Any], *, is_brief: bool = False, **arguments: Any
@@ -461,8 +464,8 @@ class Learner:
         return [function(learner=self, rank=0, ranks=1, **arguments)]
 
     def unread(self) -> None:
-        """Wait until nobody reads the weights and the optimiser's state any more: before they
-        change or move.
+        """Wait until no reader uses the weights and the optimiser's state, before they change or
+        move.
         """
         waiting, self.before_change = self.before_change, None
         if waiting is not None:
@@ -476,8 +479,8 @@ class Learner:
         assert self._rows is not None
         rollouts: list[int] = []
         for bad_T, row_T in self._bad:
-            found = np.unique(row_T[bad_T.cpu().numpy()])
-            rollouts += self._rows.rollout_ids_R[found].tolist()
+            bad_R = np.unique(row_T[bad_T.cpu().numpy()])
+            rollouts += self._rows.rollout_ids_R[bad_R].tolist()
         gradients = {
             name: weight.grad for name, weight in self.parameters.items() if weight.grad is not None
         }

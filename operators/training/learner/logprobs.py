@@ -38,7 +38,7 @@ class Wanted:
 
 
 def logprobs_of_logits(
-    logits_U_V: Tensor, wanted: Wanted, temperature: float, *, entropy: bool
+    logits_U_V: Tensor, selection: Wanted, temperature: float, *, entropy: bool
 ) -> tuple[Tensor, Tensor | None]:
     """Log-probabilities [T] and, where asked for, entropies [T] in nats, differentiable in the
     logits.
@@ -49,30 +49,30 @@ def logprobs_of_logits(
         logits_U_V = logits_U_V / temperature
     logs_U_V = logits_U_V.log_softmax(-1)
     entropy_U = -(logs_U_V.exp() * logs_U_V).sum(-1) if entropy else None
-    if wanted.tokens_M is None:
+    if selection.tokens_M is None:
         return composed(
-            wanted, logs_U_V.new_zeros(len(logs_U_V)), logs_U_V[wanted.pairs()], entropy_U
+            selection, logs_U_V.new_zeros(len(logs_U_V)), logs_U_V[selection.pairs()], entropy_U
         )
-    return composed(wanted, logits_U_V.logsumexp(-1), logits_U_V[wanted.pairs()], entropy_U)
+    return composed(selection, logits_U_V.logsumexp(-1), logits_U_V[selection.pairs()], entropy_U)
 
 
 def composed(
-    wanted: Wanted, normalizer_U: Tensor, picked_P: Tensor, entropy_U: Tensor | None
+    selection: Wanted, normalizer_U: Tensor, picked_P: Tensor, entropy_U: Tensor | None
 ) -> tuple[Tensor, Tensor | None]:
     """What is asked for, from each row's normaliser and entropy and the logits of the pairs."""
-    normalizer_T = normalizer_U[wanted.head_T]
-    entropy_T = None if entropy_U is None else entropy_U[wanted.head_T]
-    values_T = picked_P[: len(wanted.targets_T)]
-    if wanted.tokens_M is not None and wanted.segment_K is not None:
-        values_K = picked_P[len(wanted.targets_T) :]
-        normalizer_M = _segment_logsumexp(values_K, wanted.segment_K, len(wanted.tokens_M))
-        normalizer_T = normalizer_T.index_copy(0, wanted.tokens_M, normalizer_M)
+    normalizer_T = normalizer_U[selection.head_T]
+    entropy_T = None if entropy_U is None else entropy_U[selection.head_T]
+    values_T = picked_P[: len(selection.targets_T)]
+    if selection.tokens_M is not None and selection.segment_K is not None:
+        values_K = picked_P[len(selection.targets_T) :]
+        normalizer_M = _segment_logsumexp(values_K, selection.segment_K, len(selection.tokens_M))
+        normalizer_T = normalizer_T.index_copy(0, selection.tokens_M, normalizer_M)
         if entropy_T is not None:
-            shares_K = (values_K - normalizer_M[wanted.segment_K]).exp()
+            shares_K = (values_K - normalizer_M[selection.segment_K]).exp()
             mean_M = torch.zeros_like(normalizer_M).index_add(
-                0, wanted.segment_K, shares_K * values_K
+                0, selection.segment_K, shares_K * values_K
             )
-            entropy_T = entropy_T.index_copy(0, wanted.tokens_M, normalizer_M - mean_M)
+            entropy_T = entropy_T.index_copy(0, selection.tokens_M, normalizer_M - mean_M)
     return values_T - normalizer_T, entropy_T
 
 

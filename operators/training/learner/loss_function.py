@@ -50,16 +50,16 @@ def read_loss(loss: Any, node: str) -> LossFunction:
             ),
         )
     name, where = getattr(function, "__name__", type(function).__name__), _where(function)
-    known = inspect.signature(function).parameters
+    names = inspect.signature(function).parameters
     try:
         parameters = inspect.signature(loss).parameters
     except (TypeError, ValueError):
-        bound = {key for key in _keywords(loss) if key not in known}
+        bound = {key for key in _keywords(loss) if key not in names}
         return LossFunction(
             call=loss,
             name=name,
             where=where,
-            faults=(_unknown(node, name, where, bound, list(known)),),
+            faults=(_unknown(node, name, where, bound, list(names)),),
         )
     columns, computed, knobs, faults = [], [], {}, []
     for parameter in parameters.values():
@@ -78,8 +78,8 @@ def read_loss(loss: Any, node: str) -> LossFunction:
             computed.append(parameter.name)
         else:
             columns.append(parameter.name)
-    if bound := set(_keywords(loss)) - set(known):
-        faults.append(_unknown(node, name, where, bound, list(known)))
+    if bound := set(_keywords(loss)) - set(names):
+        faults.append(_unknown(node, name, where, bound, list(names)))
     if not set(computed) & set(WITH_GRADIENT):
         faults.append(
             f"loss '{name}' ({where}) of '{node}' has no gradient: it reads {columns + computed};"
@@ -98,16 +98,16 @@ def read_loss(loss: Any, node: str) -> LossFunction:
 
 
 def _keywords(loss: Any) -> dict[str, Any]:
-    found: dict[str, Any] = {}
+    keywords: dict[str, Any] = {}
     while isinstance(loss, functools.partial):
-        found = {**loss.keywords, **found}
+        keywords = {**loss.keywords, **keywords}
         loss = loss.func
-    return found
+    return keywords
 
 
-def _unknown(node: str, name: str, where: str, bound: set[str], known: list[str]) -> str:
+def _unknown(node: str, name: str, where: str, bound: set[str], knobs: list[str]) -> str:
     return "\n".join(
-        f"loss '{name}' ({where}) of '{node}' has no knob '{knob}'{hint(knob, known)}"
+        f"loss '{name}' ({where}) of '{node}' has no knob '{knob}'{hint(knob, knobs)}"
         for knob in sorted(bound)
     )
 

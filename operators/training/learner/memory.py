@@ -75,10 +75,12 @@ def _probe(values: Tensor) -> Tensor:
 
 def _recomputed(forward: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(forward)
-    def call(*given: Any, **named: Any) -> Any:
+    def call(*arguments: Any, **named: Any) -> Any:
         if not torch.is_grad_enabled():
-            return forward(*given, **named)
-        return checkpoint(forward, *given, use_reentrant=False, preserve_rng_state=False, **named)
+            return forward(*arguments, **named)
+        return checkpoint(
+            forward, *arguments, use_reentrant=False, preserve_rng_state=False, **named
+        )
 
     return call
 
@@ -124,8 +126,8 @@ class OffloadedLearner:
             self._moments.back()
 
     def rest(self, *, weights: bool) -> None:
-        """After an update: drop the gradients, and give the memory of the optimiser's state back;
-        `weights`: theirs too, which nobody may read until `bring`.
+        """After an update: drop the gradients, and free the optimiser state's memory; `weights`:
+        theirs too, which stay unread until `bring`.
         """
         for weight in self._learner.parameters.values():
             weight.grad = None
@@ -134,8 +136,8 @@ class OffloadedLearner:
             value for values in state for value in values.values() if _is_large(value)
         )
         if weights:
-            kept = tensors_of(self._learner.refreshed).values()
-            self._weights.park([*self._learner.module.parameters(), *kept])
+            tensors = tensors_of(self._learner.refreshed).values()
+            self._weights.park([*self._learner.module.parameters(), *tensors])
         return_freed_memory()
 
 

@@ -33,16 +33,16 @@ class NewLogprobs:
         """
         if not learner.keep_new_logprobs:
             return None
-        found: dict[int, Array] = {}
+        by_rollout: dict[int, Array] = {}
         for plain in reversed(
             learner.everywhere(told, is_brief=True)
         ):  # of ranks that share a model's matrices the first one's count
             values = np.frombuffer(plain["values"], np.float32)
             ids = np.frombuffer(plain["rollouts"], np.int64).tolist()
-            found |= zip(
+            by_rollout |= zip(
                 ids, np.split(values, np.frombuffer(plain["ends"], np.int64))[:-1], strict=True
             )
-        return cls(found)
+        return cls(by_rollout)
 
     def beside(self, groups: Sequence[pa.RecordBatch]) -> list[pa.RecordBatch]:
         """Rows with the column `new_logprobs`, where they have none: by token of the rollout, 0
@@ -51,28 +51,30 @@ class NewLogprobs:
         """
         if not groups or NEW_LOGPROBS in groups[0].schema.names:
             return list(groups)
-        known = [
+        logprobs = [
             self.rollouts.get(number)
-            for each in groups
-            for number in each.column(ROLLOUT_ID).to_pylist()
+            for rows in groups
+            for number in rows.column(ROLLOUT_ID).to_pylist()
         ]
-        lengths = np.concatenate([list_lengths(each.column(TOKENS)) for each in groups])
-        masks = np.concatenate([flat(each.column(MASK)) for each in groups])
-        is_null = np.array([each is None for each in known], bool)
+        lengths = np.concatenate([list_lengths(rows.column(TOKENS)) for rows in groups])
+        masks = np.concatenate([flat(rows.column(MASK)) for rows in groups])
+        is_null = np.array([array is None for array in logprobs], bool)
         values = np.concatenate(
-            [np.zeros(0, np.float32), *(each for each in known if each is not None)]
+            [np.zeros(0, np.float32), *(array for array in logprobs if array is not None)]
         )
-        given = ~masks[np.repeat(~is_null, lengths)]
-        numbers = pa.array(np.where(given, np.float32(0), values), mask=np.isnan(values) & ~given)
+        is_given = ~masks[np.repeat(~is_null, lengths)]
+        numbers = pa.array(
+            np.where(is_given, np.float32(0), values), mask=np.isnan(values) & ~is_given
+        )
         ends = np.r_[0, np.cumsum(np.where(is_null, 0, lengths))].astype(np.int32)
         column = pa.ListArray.from_arrays(pa.array(ends, mask=np.r_[is_null, False]), numbers)
         schema = groups[0].schema.append(pa.field(NEW_LOGPROBS, column.type))
-        firsts = np.cumsum([0, *(each.num_rows for each in groups)]).tolist()
+        firsts = np.cumsum([0, *(rows.num_rows for rows in groups)]).tolist()
         return [
             pa.RecordBatch.from_arrays(
-                [*each.columns, column.slice(first, each.num_rows)], schema=schema
+                [*rows.columns, column.slice(first, rows.num_rows)], schema=schema
             )
-            for each, first in zip(groups, firsts, strict=False)
+            for rows, first in zip(groups, firsts, strict=False)
         ]
 
 

@@ -47,5 +47,5 @@ class NotFinite:
 
 
 def not_finite(tensors: Mapping[str, Tensor]) -> list[str]:
-    """Names of those that hold such a number in the part that this rank has."""
+    """Names of the tensors with a non-finite number in this rank's part."""
     return [name for name, tensor in tensors.items() if not torch.isfinite(local(tensor)).all()]

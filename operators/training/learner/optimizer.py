@@ -37,19 +37,17 @@ def state_tensors(
     optimizer: torch.optim.Optimizer, parameters: Mapping[str, Tensor]
 ) -> dict[str, Tensor]:
     """The optimiser's own state as <parameter>/<moment>; empty before its first step."""
-    found: dict[str, Tensor] = {}
+    tensors: dict[str, Tensor] = {}
     for name, weight in parameters.items():
         state = optimizer.state.get(weight, {})
-        found |= {f"{name}/{moment}": state[moment] for moment in MOMENTS if moment in state}
-    return found
+        tensors |= {f"{name}/{moment}": state[moment] for moment in MOMENTS if moment in state}
+    return tensors
 
 
 def fresh_state(
     optimizer: torch.optim.Optimizer, parameters: Mapping[str, Tensor]
 ) -> dict[str, Tensor]:
-    """Give the optimiser a state to fill, as after a step, in place of what it has; that state as
-    `state_tensors`.
-    """
+    """Give the optimiser an empty state to fill, as after a step; returns it as `state_tensors`."""
     for weight in parameters.values():
         if weight.requires_grad:
             step = torch.zeros((), dtype=torch.float32, device=weight.device)

@@ -24,7 +24,7 @@ def packed_attention(
     scaling: float | None = None,
     dropout: float = 0.0,
     sliding_window: int | None = None,
-    **rest: Any,
+    **options: Any,
 ) -> tuple[Tensor, None]:
     """Causal attention within blocks gathered from the nodes by index; an attention function of
     transformers.
@@ -37,7 +37,7 @@ def packed_attention(
     if attention_mask is not None:
         raise ValueError("packed attention does not compute a mask of the model's own")
     for unknown in ("softcap", "s_aux", "position_bias"):
-        if rest.get(unknown) is not None:
+        if options.get(unknown) is not None:
             raise ValueError(f"packed attention does not compute '{unknown}'")
     query_N_H_D, key_N_H_D, value_N_H_D = (
         x[0].transpose(0, 1).to(value.dtype) for x in (query, key, value)

@@ -63,18 +63,21 @@ def _whole_rows(packed: TokenTree, device: torch.device) -> PackedRows:
 
 def _tree_blocks(packed: TokenTree, device: torch.device) -> PackedRows:
     """Every node once; see `tree_blocks`."""
-    ends_N, (found, back_N) = subtree_ends(packed.positions_N), attention_blocks(packed.positions_N)
+    ends_N, (attention, back_N) = (
+        subtree_ends(packed.positions_N),
+        attention_blocks(packed.positions_N),
+    )
     blocks = []
-    for block in found:
+    for block in attention:
         queries, keys = block.queries_B_Q, np.maximum(block.keys_B_K, 0)
         if block.is_causal:
             rows = on_device(queries, device)
             blocks.append(PackedBlocks(rows, rows, None, None))
             continue
-        seen = visible(queries, block.keys_B_K, ends_N)[:, None]
+        is_visible = visible(queries, block.keys_B_K, ends_N)[:, None]
         positions_N = packed.positions_N.astype(np.int32)
         gaps = positions_N[queries][:, None, :, None] - positions_N[keys][:, None, None]
-        mask = on_device(np.where(seen, np.float32(0), np.float32(-np.inf)), device)
+        mask = on_device(np.where(is_visible, np.float32(0), np.float32(-np.inf)), device)
         blocks.append(
             PackedBlocks(
                 on_device(queries, device), on_device(keys, device), mask, on_device(gaps, device)

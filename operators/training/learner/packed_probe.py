@@ -51,17 +51,17 @@ def switch_to_packed(
 
     def with_borders(packed: bool, trees: Sequence[TokenTree]) -> Tensor:
         """With borders where they are and, where there are late ones, with those moved."""
-        made = [numbers(packed, tree) for tree in trees]
+        outputs = [numbers(packed, tree) for tree in trees]
         if late:
             with moved_borders(module, late):
-                made += [numbers(packed, tree) for tree in trees]
-        return torch.cat(made)
+                outputs += [numbers(packed, tree) for tree in trees]
+        return torch.cat(outputs)
 
     with torch.no_grad():
-        wanted = with_borders(False, [together])
+        expected = with_borders(False, [together])
         try:
             module.set_attn_implementation(ATTENTION)
-            if bool(((with_borders(True, [together]) - wanted).abs() <= tolerance).all()):
+            if bool(((with_borders(True, [together]) - expected).abs() <= tolerance).all()):
                 return True
         except Exception:  # any refusal means the same: this architecture keeps its own attention
             if must:
@@ -70,7 +70,7 @@ def switch_to_packed(
         if must:
             raise ValueError(f"{type(module).__name__} gives other numbers when packed")
         worst = float(
-            (with_borders(False, [_packed([row]) for row in _rows(module)]) - wanted).abs().max()
+            (with_borders(False, [_packed([row]) for row in _rows(module)]) - expected).abs().max()
         )
     if worst > (BESIDE_TOLERANCE if is_rounded else PROBE_TOLERANCE):
         raise ModelError(
@@ -82,12 +82,16 @@ def switch_to_packed(
 
 
 def probed_in(module: Any, compute: torch.dtype | None) -> torch.dtype | None:
-    """Type of the matrix products in which the self-test tells most: on a CPU that of float32
-    weights, where these are not gathered in another one.
+    """The matrix products' type in which the self-test is sharpest: float32 for such weights on a
+    CPU, unless they are gathered in another type.
     """
     weights = list(module.parameters())
-    is_plain = all(each.device.type == "cpu" and each.dtype == torch.float32 for each in weights)
-    return None if is_plain and not any(hasattr(each, "to_local") for each in weights) else compute
+    is_plain = all(
+        weight.device.type == "cpu" and weight.dtype == torch.float32 for weight in weights
+    )
+    return (
+        None if is_plain and not any(hasattr(weight, "to_local") for weight in weights) else compute
+    )
 
 
 def probe(module: Any) -> TokenTree:

@@ -135,15 +135,15 @@ def split(
     total = sum(size for *_, size in units)
     target = total / max(1, -(-total // limit))
     batches: list[Array] = []
-    begin, held = 0, 0
+    begin, micro_tokens = 0, 0
     for first, last, size in units:
-        if held and held + size > limit:
+        if micro_tokens and micro_tokens + size > limit:
             batches.append(np.arange(begin, first))
-            begin, held = first, 0
-        held += size
-        if held >= target:
+            begin, micro_tokens = first, 0
+        micro_tokens += size
+        if micro_tokens >= target:
             batches.append(np.arange(begin, last))
-            begin, held = last, 0
+            begin, micro_tokens = last, 0
     if begin < rollouts:
         batches.append(np.arange(begin, rollouts))
     return batches
@@ -204,10 +204,10 @@ def cost(tokens_S: Array, offsets: Array, first: int, last: int) -> int:
 
 def _cut(lengths_R: Array, first: int, last: int, limit: int) -> list[tuple[int, int, int]]:
     """A group that is over the limit, in pieces of whole rollouts."""
-    pieces, begin, held = [], first, 0
+    pieces, begin, total = [], first, 0
     for row in range(first, last):
-        if row > begin and held + int(lengths_R[row]) > limit:
-            pieces.append((begin, row, held))
-            begin, held = row, 0
-        held += int(lengths_R[row])
-    return [*pieces, (begin, last, held)]
+        if row > begin and total + int(lengths_R[row]) > limit:
+            pieces.append((begin, row, total))
+            begin, total = row, 0
+        total += int(lengths_R[row])
+    return [*pieces, (begin, last, total)]

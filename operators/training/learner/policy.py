@@ -89,8 +89,8 @@ class Policy:
             is_rounded or len(packed.heads_U) * self._vocabulary > MOST_LOGITS
         ):
             return logprobs_of_head(self._head, self, packed, left_T, entropy=entropy)
-        wanted = self.wanted(packed.head_T, packed.targets_T, left_T)
-        return logprobs_of_logits(self.logits(packed), wanted, self.temperature, entropy=entropy)
+        selection = self.wanted(packed.head_T, packed.targets_T, left_T)
+        return logprobs_of_logits(self.logits(packed), selection, self.temperature, entropy=entropy)
 
     def wanted(self, head_T: Array, targets_T: Array, left_T: SamplingMask | None) -> Wanted:
         """On the device."""

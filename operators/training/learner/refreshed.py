@@ -32,7 +32,8 @@ class Refreshed:
     def __init__(
         self, refresh: Refresh, weights: Mapping[str, Tensor], step: int, dtype: torch.dtype
     ) -> None:
-        """weights: those of `step`, which are changed in place. dtype: in which they are read.
+        """weights: those of `step`, changed in place. dtype: in which they are read. After earlier
+        steps, average and version are still to be filled, through `tensors`.
 
         Where steps are behind them, average and version are still to be filled, through
         `tensors`.
@@ -50,12 +51,12 @@ class Refreshed:
         """The average and the version, as <parameter>/<which>.<refresh>: what a checkpoint has to
         hold.
         """
-        kept = {"average": self._average or {}, "sent": self._sent or {}}
+        by_kind = {"average": self._average or {}, "sent": self._sent or {}}
         at = f"{self.refresh.every}-{self.refresh.decay!r}"
         return {
-            f"{name}/{which}-{at}": tensor
-            for which, each in kept.items()
-            for name, tensor in each.items()
+            f"{name}/{kind}-{at}": tensor
+            for kind, tensors in by_kind.items()
+            for name, tensor in tensors.items()
         }
 
     @property
@@ -105,23 +106,23 @@ def add(
 
 
 def follow(*, learner: Following, rank: int, ranks: int, step: int) -> bool:
-    """`Refreshed.follow`, for `Learner.everywhere`, of what is settled before it changes: see
-    `settle`.
-    """
+    """`Refreshed.follow`, for `Learner.everywhere`, after `settle`."""
     changing = [
-        line for line, each in enumerate(learner.refreshed, 1) if each.refresh.newest(step) == step
+        line
+        for line, reference in enumerate(learner.refreshed, 1)
+        if reference.refresh.newest(step) == step
     ]
     settled = settle(
         [learner.writers[line] for line in changing if line in learner.writers], learner.settle_s
     )
-    for each in learner.refreshed:
-        each.follow(step)
+    for reference in learner.refreshed:
+        reference.follow(step)
     return settled
 
 
 def settle(writers: Iterable[WeightsOut], wait_s: float) -> bool:
-    """Before what these offer changes: nobody reads it any more. False where some reader was given
-    up, after waiting for so long.
+    """Wait until no reader uses these versions, before they change. False where a reader was given
+    up after a long wait.
     """
     settled = [writer.settle(wait_s) for writer in writers]
     return all(settled)
@@ -129,7 +130,7 @@ def settle(writers: Iterable[WeightsOut], wait_s: float) -> bool:
 
 def tensors_of(refreshed: Iterable[Refreshed]) -> dict[str, Tensor]:
     """All that several keep."""
-    return {name: tensor for each in refreshed for name, tensor in each.tensors.items()}
+    return {name: tensor for reference in refreshed for name, tensor in reference.tensors.items()}
 
 
 @torch.no_grad()

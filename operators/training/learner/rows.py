@@ -84,9 +84,9 @@ class StepRows:
     def longest_R(self) -> AnyArray:
         """Tokens of the longest training row of each."""
         begins, rollouts = unfolded(self.offsets, self.cuts_S)
-        found = np.zeros(self.rollouts, np.int64)
-        np.maximum.at(found, rollouts, np.diff(begins))
-        return found
+        longest = np.zeros(self.rollouts, np.int64)
+        np.maximum.at(longest, rollouts, np.diff(begins))
+        return longest
 
     def sequences(self, rollouts: AnyArray) -> tuple[AnyArray, AnyArray, AnyArray]:
         """Of some of them: where their tokens are in S, where each training row begins among these,
@@ -208,9 +208,7 @@ def _silence(
 
 
 def by_temperature(rows: StepRows, rollouts: AnyArray) -> list[AnyArray]:
-    """Some of the rollouts, those that were sampled at the same temperature together: micro-batches
-    never mix them.
-    """
+    """The rollouts grouped by sampling temperature: micro-batches never mix temperatures."""
     values = rows.columns_R.get(records.TEMPERATURE)
     if values is None or not len(rollouts):
         return [rollouts]

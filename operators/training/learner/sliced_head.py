@@ -26,7 +26,7 @@ of the largest."""
 
 
 class PackedModel(Protocol):
-    """What it needs of the model that it is of; `Policy` says more of each."""
+    """The methods of the model that the head needs; see `Policy`."""
 
     module: Any
     temperature: float
@@ -68,13 +68,13 @@ def proved_head(model: PackedModel) -> HeadModule | None:
         return None
     with torch.no_grad():
         logits = model.logits(few)
-        wanted = model.wanted(few.head_T, few.targets_T, None)
-        from_logits, _ = logprobs_of_logits(logits, wanted, model.temperature, entropy=False)
-        found, _ = logprobs_of_head(head, model, few, None, entropy=False)
+        selection = model.wanted(few.head_T, few.targets_T, None)
+        from_logits, _ = logprobs_of_logits(logits, selection, model.temperature, entropy=False)
+        from_head, _ = logprobs_of_head(head, model, few, None, entropy=False)
     tolerance = PROBE_TOLERANCE
     if logits.dtype not in (torch.float32, torch.float64):
         tolerance = max(ROUNDED_TOLERANCE, ROUNDED_SHARE * float(logits.abs().max()))
-    return head if bool(((found - from_logits).abs() <= tolerance).all()) else None
+    return head if bool(((from_head - from_logits).abs() <= tolerance).all()) else None
 
 
 def logprobs_of_head(
@@ -90,30 +90,30 @@ def logprobs_of_head(
     """
     shape = Shape(scale=head.after.scale / model.temperature, cap=head.after.cap)
 
-    def found_by(rows_U: Tensor | None, wanted: Wanted, run: Callable[[], Any]) -> Tensor:
+    def found_by(rows_U: Tensor | None, selection: Wanted, run: Callable[[], Any]) -> Tensor:
         def compute(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
             hidden_U_D = hidden if rows_U is None else hidden[rows_U]
-            found = logprobs_of_hidden(
-                hidden_U_D, weight, bias, wanted, shape, entropy=entropy, direct=model.direct
+            outputs = logprobs_of_hidden(
+                hidden_U_D, weight, bias, selection, shape, entropy=entropy, direct=model.direct
             )
-            return torch.stack([values for values in found if values is not None], -1)
+            return torch.stack([values for values in outputs if values is not None], -1)
 
         return head.call(compute, run)
 
     with model.computing():
         if model.packs:
-            wanted = model.wanted(packed.head_T, packed.targets_T, left_T)
-            found_T = found_by(None, wanted, lambda: model.run_packed(packed))
+            selection = model.wanted(packed.head_T, packed.targets_T, left_T)
+            found_T = found_by(None, selection, lambda: model.run_packed(packed))
         else:
-            found, places = [], []
+            parts, places = [], []
             for bucket, rows_U, head_T, tokens in _by_bucket(packed):
-                kept = None if left_T is None else left_T.take(tokens)
-                wanted = model.wanted(head_T, packed.targets_T[tokens], kept)
-                found.append(
-                    found_by(model.to(rows_U), wanted, partial(model.run_padded, packed, bucket))
+                masks = None if left_T is None else left_T.take(tokens)
+                selection = model.wanted(head_T, packed.targets_T[tokens], masks)
+                parts.append(
+                    found_by(model.to(rows_U), selection, partial(model.run_padded, packed, bucket))
                 )
                 places.append(tokens)
-            found_T = torch.cat(found)[model.to(np.argsort(np.concatenate(places)))]
+            found_T = torch.cat(parts)[model.to(np.argsort(np.concatenate(places)))]
     return found_T[:, 0], found_T[:, 1] if entropy else None
 
 

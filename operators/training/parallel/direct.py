@@ -25,8 +25,8 @@ stopped."""
 
 
 class LayerBuffer:
-    """Memory for what is exchanged of one layer. It stays: taken anew each time, it would leave
-    holes in the heap.
+    """Memory for one layer's exchange. It stays allocated: new memory each time would leave holes
+    in the heap.
     """
 
     def __init__(self) -> None:
@@ -125,8 +125,8 @@ def swap(
     """Send each other rank what is given for it, and fill what it sends, both contiguous; the next
     rank first, so that not all send to the same one.
     """
-    others = [(group.rank() + step) % group.size() for step in range(1, group.size())]
-    works: list[Any] = [dist.irecv(take(far), group=group, group_src=far) for far in others]
-    works += [dist.isend(give(far), group=group, group_dst=far) for far in others]
+    peers = [(group.rank() + step) % group.size() for step in range(1, group.size())]
+    works: list[Any] = [dist.irecv(take(far), group=group, group_src=far) for far in peers]
+    works += [dist.isend(give(far), group=group, group_dst=far) for far in peers]
     for work in works:
         work.wait(_NEVER)

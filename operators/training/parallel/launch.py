@@ -83,7 +83,7 @@ class RankFollower:
         self._parts: list[Array] = []
 
     def run(self) -> None:
-        """Do what rank 0 says until it says that all is over.
+        """Follow rank 0's messages until it ends the run.
 
         Raises:
             WorkerDied: rank 0 ended without saying so.
@@ -153,10 +153,10 @@ def led(trainer: TrainerKnobs, model: Model, context: Context) -> tuple[LedLearn
 
 
 def follower(
-    trainer: TrainerKnobs, context: Context, told: Mapping[str, Any]
+    trainer: TrainerKnobs, context: Context, settings: Mapping[str, Any]
 ) -> Callable[[int, int], int]:
-    """As `Spreads.follower`, for what `led` has told."""
-    return following(_making(trainer, dataclasses.replace(trainer.model, **told), context))
+    """As `Spreads.follower`, for what `led` sends."""
+    return following(_making(trainer, dataclasses.replace(trainer.model, **settings), context))
 
 
 def _making(trainer: TrainerKnobs, model: Model, context: Context) -> Making:
@@ -176,23 +176,23 @@ def _making(trainer: TrainerKnobs, model: Model, context: Context) -> Making:
         trainer=trainer,
         context=context,
         make=make,
-        found=outlined_to_train(model),
+        outline=outlined_to_train(model),
         key_value_heads=heads,
     )
 
 
 @dataclass(frozen=True, kw_only=True)
 class Making:
-    """How each of `context.ranks` ranks makes its learner; on GPUs, rank r takes the r-th after
-    rank 0's, where the context does not say the place of each.
+    """How each of `context.ranks` ranks builds its learner. On GPUs, rank r takes the r-th after
+    rank 0's, where the context gives no places.
     """
 
     trainer: TrainerKnobs
     context: Context
     make: Callable[[], Learner]
-    """Where there is no `found`: the learner of the whole model, in main memory; one rank at a time
+    """Without an `outline`: the learner of the whole model, in main memory; one rank at a time
     holds that, until it has kept its own slices."""
-    found: Outline | None = None
+    outline: Outline | None = None
     """Of the model, of which then each rank reads its own slices, all at once."""
     key_value_heads: int = 0
     """Of the model, where its layers are shared out."""
@@ -225,11 +225,11 @@ class Making:
         """What makes the learner, in step with the other ranks, once all have read the model."""
         trainer, context, device = self.trainer, self.context, self.device(rank)
         compute = None if trainer.model.dtype == "float32" else getattr(torch, trainer.model.dtype)
-        if self.found is None:
+        if self.outline is None:
             learner = self.make()
             shard(learner, mesh, compute, device, trainer.model.name)
             return lambda: learner
-        sharded = read_slices(trainer.model, self.found, mesh, compute, device)
+        sharded = read_slices(trainer.model, self.outline, mesh, compute, device)
         return lambda: learner_of_slices(
             trainer, sharded, mesh, device, node=context.node, seed=context.seed
         )
@@ -294,11 +294,11 @@ def lead(making: Making) -> LedLearner:
     with team.starting():
         team.tell(Join(str(team.folder)))
         mesh = making.joined(0, team.folder)
-        if making.found is not None:
+        if making.outline is not None:
             team.tell(Load())
         make = making.loaded(0, mesh)
         for rank in range(1, ranks):
-            if making.found is None:
+            if making.outline is None:
                 team.tell(Load(), rank)
             team.answer(rank, Loaded)
         team.tell(Build())

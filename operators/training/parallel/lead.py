@@ -81,13 +81,16 @@ def deal(
             ]
         )
         dealt = [(cut, spread([unit.cost for unit in cut], ranks, count)) for cut in cuts]
-        cut, found = min(dealt, key=lambda each: waited([unit.cost for unit in each[0]], each[1]))
+        cut, placed = min(
+            dealt, key=lambda candidate: waited([unit.cost for unit in candidate[0]], candidate[1])
+        )
         costs = [unit.cost for unit in cut]
-        if max(sum(costs[number] for number in each) for bins in found for each in bins) <= max(
-            limit, *costs
-        ):
+        if max(
+            sum(costs[number] for number in numbers) for bins in placed for numbers in bins
+        ) <= max(limit, *costs):
             return [
-                [_rollouts([cut[number] for number in each]) for each in bins] for bins in found
+                [_rollouts([cut[number] for number in numbers]) for numbers in bins]
+                for bins in placed
             ]
         count += 1
     return [[] for _ in range(ranks)]
@@ -115,13 +118,13 @@ def pieces(
         return [unit]
     ends = offsets[unit.first : unit.last + 1] - offsets[unit.first]
     marks = np.searchsorted(ends, np.arange(1, count) * ends[-1] / count).clip(1, rollouts - 1)
-    found = []
+    parts = []
     for first, last in itertools.pairwise(
         np.unique([unit.first, *(unit.first + marks), unit.last]).tolist()
     ):
         part = DealtRollouts(first, last, cost(tokens_S, offsets, first, last))
-        found += [part] if part.cost <= limit else pieces(tokens_S, offsets, part, limit, limit)
-    return found
+        parts += [part] if part.cost <= limit else pieces(tokens_S, offsets, part, limit, limit)
+    return parts
 
 
 def spread(costs: Sequence[int], ranks: int, count: int) -> list[list[list[int]]]:
@@ -129,7 +132,7 @@ def spread(costs: Sequence[int], ranks: int, count: int) -> list[list[list[int]]
     same place.
     """
     bins = sorted(
-        fill(costs, ranks * count), key=lambda each: -sum(costs[number] for number in each)
+        fill(costs, ranks * count), key=lambda numbers: -sum(costs[number] for number in numbers)
     )
     return [bins[rank::ranks] for rank in range(ranks)]
 
@@ -137,19 +140,20 @@ def spread(costs: Sequence[int], ranks: int, count: int) -> list[list[list[int]]
 def waited(costs: Sequence[int], bins: Sequence[Sequence[Sequence[int]]]) -> int:
     """Tokens that a rank waits for in a whole step: the most at each place, over the places."""
     return sum(
-        max(sum(costs[number] for number in each) for each in at) for at in zip(*bins, strict=True)
+        max(sum(costs[number] for number in numbers) for numbers in at)
+        for at in zip(*bins, strict=True)
     )
 
 
 def fill(costs: Sequence[int], bins: int) -> list[list[int]]:
     """Numbers of the costs in each bin: the largest first, each to the bin that holds least."""
-    found: list[list[int]] = [[] for _ in range(bins)]
-    held = [(0, number) for number in range(bins)]
+    numbers: list[list[int]] = [[] for _ in range(bins)]
+    heap = [(0, number) for number in range(bins)]
     for number in sorted(range(len(costs)), key=lambda at: (-costs[at], at)):
-        load, least = heapq.heappop(held)
-        found[least].append(number)
-        heapq.heappush(held, (load + costs[number], least))
-    return found
+        load, least = heapq.heappop(heap)
+        numbers[least].append(number)
+        heapq.heappush(heap, (load + costs[number], least))
+    return numbers
 
 
 def _rollouts(together: Sequence[DealtRollouts]) -> Array:
@@ -214,10 +218,10 @@ class LedLearner(Learner):
             outcome = super().end(learning_rate)
             if outcome.culprit is None:
                 return outcome
-            found = functools.reduce(
+            not_finite = functools.reduce(
                 NotFinite.__or__, self._exchange.answers(NotFinite), self.findings()
             )
-            return dataclasses.replace(outcome, culprit=str(found))
+            return dataclasses.replace(outcome, culprit=str(not_finite))
 
     def opener(
         self, opens: Callable[[Mapping[str, Any]], WeightsOut], line: int = 0
@@ -252,10 +256,10 @@ class LedLearner(Learner):
             self._exchange.tell(CallFunction.of(function, arguments))
             own = function(learner=self, rank=0, ranks=self.ranks, **arguments)
             limits = self._exchange.team.limits
-            others = self._exchange.answers(
+            answers = self._exchange.answers(
                 CallResult, limits.exchange_s if is_brief else limits.checkpoint_s
             )
-            return [own, *(each.value for each in others)]
+            return [own, *(answer.value for answer in answers)]
 
     def close(self) -> None:
         """End the other ranks; may be called again."""
@@ -273,7 +277,7 @@ class RankShare:
     """Its micro-batches, as indices into its rows."""
 
     def message(self, version: int) -> BeginStep:
-        """What its ranks are told."""
+        """The message to its ranks."""
         counts = tuple(len(part) for part in self.parts)
         return BeginStep(version, RowsMessage.of(self.rows), Numbers.of(self.scale_R), counts)
 
@@ -286,8 +290,8 @@ def dealt(step: Prepared, ranks: int, limit: int, whole: bool) -> list[RankShare
     of_ranks: list[list[Array]] = [[] for _ in range(ranks)]
     for alike in by_temperature(rows, np.arange(rows.rollouts)):
         some = rows if len(alike) == rows.rollouts else chosen(rows, alike)
-        found = deal(some.tokens.ids, some.offsets, some.groups_R, ranks, limit, whole=whole)
-        for of_rank, parts in zip(of_ranks, found, strict=True):
+        placed = deal(some.tokens.ids, some.offsets, some.groups_R, ranks, limit, whole=whole)
+        for of_rank, parts in zip(of_ranks, placed, strict=True):
             of_rank += [alike[part] for part in parts]
     for parts in of_ranks:
         rollouts = np.concatenate([np.zeros(0, np.int64), *parts])
@@ -322,8 +326,8 @@ class _LedWriter:
     def pending(self) -> int | None:
         """The version that some rank has yet to copy; all are asked until none has."""
         if self._waits:
-            found = self._learner.everywhere(memory.unpublished)
-            version = max((version for version in found if version is not None), default=None)
+            versions = self._learner.everywhere(memory.unpublished)
+            version = max((version for version in versions if version is not None), default=None)
             self._waits = version is not None
             return version
         return None
@@ -351,7 +355,7 @@ class _LedWriter:
 
     @property
     def sent(self) -> Mapping[str, SentVersion]:
-        """By all ranks, as the end of rank 0 hears of it."""
+        """By all ranks, as rank 0's end learns of it."""
         return self._own.sent
 
     def tell(self, note: dict[str, int | float | str]) -> None:

@@ -105,9 +105,7 @@ class MeshTogether:
         return int(self.mesh["tp"].size())
 
     def norm(self, gradients: Sequence[Tensor]) -> Tensor:
-        """Of all ranks' gradients together, after those that several ranks hold alike were made
-        equal.
-        """
+        """The norm of all ranks' gradients together, after replicated ones were made equal."""
         squares = []
         for gradient in gradients:
             own = local(gradient)
@@ -173,9 +171,7 @@ def copies(tensor: Tensor, mesh: TrainerMesh) -> int:
 
 
 def placed(tensors: Mapping[str, Tensor], mesh: TrainerMesh) -> dict[str, Tensor]:
-    """The same slices, each said to lie on the whole mesh, so that all ranks describe them
-    alike.
-    """
+    """The same slices, each described as lying on the whole mesh, alike on all ranks."""
     return {
         name: tensor
         if not isinstance(tensor, DTensor) or tensor.device_mesh != mesh.data

@@ -116,7 +116,7 @@ class CallFunction:
         return cls(
             name_of(function),
             paths,
-            {name: each for name, each in arguments.items() if name not in paths},
+            {name: value for name, value in arguments.items() if name not in paths},
         )
 
     @property
@@ -172,7 +172,7 @@ def name_of(function: Callable[..., Any]) -> str:
 def function_of(name: str) -> Callable[..., Any]:
     """That function again."""
     module, _, path = name.partition(":")
-    found: Any = importlib.import_module(module)
-    for each in path.split("."):
-        found = getattr(found, each)
-    return found  # type: ignore[no-any-return]
+    target: Any = importlib.import_module(module)
+    for attribute in path.split("."):
+        target = getattr(target, attribute)
+    return target  # type: ignore[no-any-return]

@@ -90,23 +90,23 @@ class Sharded:
             map_large_blocks()
             buffer = LayerBuffer()
         embedding, head = ends_of(module)
-        for each in [*layers_of(module), embedding, head, whole]:
-            if each is None:
+        for part in [*layers_of(module), embedding, head, whole]:
+            if part is None:
                 continue
             # the backward pass begins with the head: there is no use in giving it back before, as
             # with the root
             shard: Any = fully_shard(
-                each,
+                part,
                 mesh=mesh.data,
                 mp_policy=precision,
-                reshard_after_forward=False if each is head else None,
+                reshard_after_forward=False if part is head else None,
             )
             assert isinstance(shard, FSDPModule)
             # the loss is divided by the whole step's tokens already
             shard.set_gradient_divide_factor(1.0)
             shard.set_force_sum_reduction_for_comms(True)
             # whose gradient does not depend on it
-            shard.set_unshard_in_backward(each is not embedding)
+            shard.set_unshard_in_backward(part is not embedding)
             if buffer is not None:
                 exchange_directly(shard, buffer)
         self._whole: Any = whole
@@ -120,7 +120,9 @@ class Sharded:
     def take_memory(self, device: torch.device) -> None:
         """Have memory for this rank's parts of a module on the meta device, not set to anything."""
         self._whole._apply(
-            lambda each: torch.empty_like(each, device=device) if each.is_meta else each.to(device)
+            lambda tensor: (
+                torch.empty_like(tensor, device=device) if tensor.is_meta else tensor.to(device)
+            )
         )
         self.module.tie_weights()
 
@@ -128,9 +130,9 @@ class Sharded:
     def made(self, make: Callable[[], Forward]) -> Forward:
         """What `make` makes, which may call the module for it; all ranks do so together."""
         forward: Forward = self._whole(make)
-        for each in self._whole.modules():
-            if isinstance(each, FSDPModule):
-                each.reshard()
+        for submodule in self._whole.modules():
+            if isinstance(submodule, FSDPModule):
+                submodule.reshard()
         return forward
 
     def at(self, temperature: float) -> None:
@@ -143,19 +145,19 @@ class Sharded:
     ) -> dict[str, Tensor]:
         """As the forward's."""
         assert self._forward is not None, "it was said how it computes"
-        found: dict[str, Tensor] = self._whole(self._forward.computed, packed, left_T, wanted)
-        return found
+        outputs: dict[str, Tensor] = self._whole(self._forward.computed, packed, left_T, wanted)
+        return outputs
 
 
 class _Whole(nn.Module):
-    """The root that gathers what no layer has: whatever of the model is read, is read in here."""
+    """The root, which gathers what no layer has: the model is only read in here."""
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
         self.module = module
 
-    def forward(self, call: Callable[..., Any], *given: Any) -> Any:
-        return call(*given)
+    def forward(self, call: Callable[..., Any], *arguments: Any) -> Any:
+        return call(*arguments)
 
 
 def shard(
@@ -185,24 +187,28 @@ def shard(
 
 def read_slices(
     model: Model,
-    found: Outline,
+    outline: Outline,
     mesh: TrainerMesh,
     compute: torch.dtype | None,
     device: torch.device,
 ) -> Sharded:
-    """One rank's part of a model, on `device`, read from the model's files: the whole is nowhere.
+    """One rank's part of a model, on `device`, read from the model's files; no rank has the whole.
+    How it computes is set later. Raises ModelError as `shard`, and for an unreadable file.
 
     How it computes is not said yet. Raises ModelError as `shard`, and where a file cannot be
     read.
     """
-    sharded = _shared_out(found.module, mesh, compute, model.name)
+    sharded = _shared_out(outline.module, mesh, compute, model.name)
     sharded.take_memory(device)
     with torch.no_grad():
-        tensors = {**dict(found.module.named_parameters()), **dict(found.module.named_buffers())}
+        tensors = {
+            **dict(outline.module.named_parameters()),
+            **dict(outline.module.named_buffers()),
+        }
         fill(
             model,
-            found,
-            {name: (local(tensors[name].detach()), held(tensors[name])) for name in found.names},
+            outline,
+            {name: (local(tensors[name].detach()), held(tensors[name])) for name in outline.names},
         )
     return sharded
 
@@ -216,9 +222,7 @@ def learner_of_slices(
     node: str,
     seed: int,
 ) -> Learner:
-    """A learner of what `read_slices` has read; all ranks make theirs together. ModelError as
-    `shard`.
-    """
+    """A learner of `read_slices`'s part; all ranks build theirs together. ModelError as `shard`."""
     forward = sharded.made(lambda: forward_of(trainer, sharded.module))
     _check_packs(forward, trainer.model.name)
     sharded.computes_by(forward, device)
@@ -243,9 +247,9 @@ def _check_packs(forward: Forward, name: str) -> None:
 
 
 def layers_of(module: Any) -> list[nn.Module]:
-    """The layers that transformers would not split; none where it does not say."""
+    """The layers that transformers would not split; empty where it names none."""
     names = set(getattr(module, "_no_split_modules", None) or ())
-    return [each for each in module.modules() if type(each).__name__ in names]
+    return [submodule for submodule in module.modules() if type(submodule).__name__ in names]
 
 
 def ends_of(module: Any) -> tuple[nn.Module | None, nn.Module | None]:
@@ -254,7 +258,10 @@ def ends_of(module: Any) -> tuple[nn.Module | None, nn.Module | None]:
     """
     embedding, head = module.get_input_embeddings(), module.get_output_embeddings()
     theirs = {
-        id(weight) for each in (embedding, head) if each is not None for weight in each.parameters()
+        id(weight)
+        for layer in (embedding, head)
+        if layer is not None
+        for weight in layer.parameters()
     }
     is_tied = head is not None and len(theirs) < len([*embedding.parameters(), *head.parameters()])
     return (None, None) if is_tied else (embedding, head)
@@ -292,20 +299,20 @@ def _expanded(module: nn.Module, plan: Mapping[str, str]) -> dict[str, str]:
     Of an adapted layer it holds for the layer inside, and for that adapter that has the dimension
     which is cut.
     """
-    found: dict[str, str] = {}
-    for name, each in module.named_modules():
+    styles: dict[str, str] = {}
+    for name, submodule in module.named_modules():
         style = plan.get(place_of(name))
-        if style is not None and adapters.is_adapted_layer(each):
+        if style is not None and adapters.is_adapted_layer(submodule):
             for part in adapters.parts_cut(name, style):
-                found |= {part: style} | {
+                styles |= {part: style} | {
                     f"{part}.{leaf}": style
                     for leaf, _ in module.get_submodule(part).named_parameters()
                 }
             continue
         if style is not None:
-            found[name] = style
-        for leaf, _ in each.named_parameters(recurse=False):
+            styles[name] = style
+        for leaf, _ in submodule.named_parameters(recurse=False):
             own = plan.get(place_of(f"{name}.{leaf}"), style)
             if own is not None:
-                found[f"{name}.{leaf}"] = own
-    return found
+                styles[f"{name}.{leaf}"] = own
+    return styles

@@ -101,8 +101,8 @@ def test_tokens_and_logprobs_are_equal_to_the_bit_in_any_company(vocabulary):
             for batch in (mixed, alike):
                 assert torch.equal(batch.tokens[one], alone.tokens)
                 assert torch.equal(batch.logprobs[one], alone.logprobs)
-                if batch.left is not None and alone.left is not None:
-                    assert torch.equal(batch.left[one], alone.left)
+                if batch.kept_tokens is not None and alone.kept_tokens is not None:
+                    assert torch.equal(batch.kept_tokens[one], alone.kept_tokens)
 
 
 @pytest.mark.parametrize("vocabulary", [8, 100, 50_257])
@@ -116,10 +116,10 @@ def test_a_draw_reports_the_logprob_of_its_token_and_the_tokens_that_were_left(
     wanted = distribution.gather(1, drawn.tokens[:, None])[:, 0]
     torch.testing.assert_close(drawn.logprobs, wanted, atol=1e-6, rtol=0)
     assert float(drawn.logprobs.max()) <= 0
-    assert (drawn.left is not None) == sampling.truncates
-    if drawn.left is not None:
-        assert torch.equal(drawn.left, distribution > -torch.inf)
-    assert draw(logits, sampling, seeds, counts, seen=seen).left is None
+    assert (drawn.kept_tokens is not None) == sampling.truncates
+    if drawn.kept_tokens is not None:
+        assert torch.equal(drawn.kept_tokens, distribution > -torch.inf)
+    assert draw(logits, sampling, seeds, counts, seen=seen).kept_tokens is None
 
 
 def test_logprobs_are_right_where_a_float32_sum_over_the_vocabulary_is_not():

@@ -92,7 +92,7 @@ def led(
     context = Context(node="trainer", ranks=ranks, limits=limits, **facts)
     make = make or (lambda: tiny_learner(trainer, tiny_llama()))
     making = Making(
-        trainer=trainer, context=context, make=make, found=found, key_value_heads=key_value_heads
+        trainer=trainer, context=context, make=make, outline=found, key_value_heads=key_value_heads
     )
     learner = lead(making)
     try:

@@ -189,11 +189,11 @@ def test_the_tests_of_open_data_sets_are_read() -> None:
         PythonTest("assert f(2) == 3"),
     ]
     assert len(human_eval) == 1 and isinstance(human_eval[0].test, PythonTest)
-    assert [(case.test, case.wanted) for case in apps] == [
+    assert [(case.test, case.expected) for case in apps] == [
         (ScriptTest("1\n"), "a\n"),
         (ScriptTest("2\n3"), "b"),
     ]
-    assert [(case.test, case.wanted) for case in live_code_bench] == [(ScriptTest("1\n"), "a")]
+    assert [(case.test, case.expected) for case in live_code_bench] == [(ScriptTest("1\n"), "a")]
     assert called == called_by_line == [Case(CallTest("f", [[1], "x"], 2))]
 
 

@@ -18,30 +18,30 @@ PRECISIONS = ("bfloat16", "float16", "float32", *QUANTIZED)
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Print who sends what to whom, how long it takes, and what each rank holds at the start."""
-    asked = _parser().parse_args(arguments)
-    quantized = asked.precision if asked.precision in QUANTIZED else None
-    replicas, ranks = asked.generator
+    options = _parser().parse_args(arguments)
+    quantized = options.precision if options.precision in QUANTIZED else None
+    replicas, ranks = options.generator
     links = Interconnect(
-        gpus_per_node=asked.node,
-        between_bytes_per_s=asked.link_gbps * GBIT,
-        within_bytes_per_s=asked.nvlink_gb * 1e9,
+        gpus_per_node=options.node,
+        between_bytes_per_s=options.link_gbps * GBIT,
+        within_bytes_per_s=options.nvlink_gb * 1e9,
     )
     try:
-        found: OnPaper = on_paper(
-            Decoder.of(asked.model),
+        report: OnPaper = on_paper(
+            Decoder.of(options.model),
             RankGrid(
-                replicas=asked.trainer[0],
-                shards=asked.trainer[1],
-                tensor_parallel=asked.trainer_tensor_parallel,
+                replicas=options.trainer[0],
+                shards=options.trainer[1],
+                tensor_parallel=options.trainer_tensor_parallel,
             ),
             RankGrid(replicas=replicas, tensor_parallel=ranks),
             links,
-            dtype="bfloat16" if quantized else asked.precision,
+            dtype="bfloat16" if quantized else options.precision,
             quantized=quantized,
         )
-        print(found)
-        if asked.rank is not None:
-            print(f"\n{found.rank(asked.rank)}")
+        print(report)
+        if options.rank is not None:
+            print(f"\n{report.rank(options.rank)}")
     except (LayoutMismatch, ValueError) as error:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
         return 2

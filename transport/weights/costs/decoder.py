@@ -18,7 +18,7 @@ FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 MIXTURES = ("qwen3_moe", "deepseek_v3")
 """Those whose dimensions are known, and not their tensors."""
 STYLES = {
-    **{f"layers.*.self_attn.{each}_proj": "colwise" for each in "qkv"},
+    **{f"layers.*.self_attn.{letter}_proj": "colwise" for letter in "qkv"},
     "layers.*.self_attn.o_proj": "rowwise",
     "layers.*.mlp.gate_proj": "colwise",
     "layers.*.mlp.up_proj": "colwise",
@@ -107,8 +107,8 @@ class Decoder:
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> Decoder:
-        """By what stands in a config.json. ValueError, KeyError or TypeError where it does not say
-        enough.
+        """The decoder of a config.json's fields. ValueError, KeyError or TypeError where some are
+        missing.
         """
         family = config["model_type"]
         if family not in FAMILIES + MIXTURES:
@@ -154,7 +154,7 @@ class Decoder:
             "post_attention_layernorm.weight": (self.width,),
         }
         if self.family == "qwen3":
-            layer |= {f"self_attn.{each}_norm.weight": (self.head_width,) for each in "qk"}
+            layer |= {f"self_attn.{letter}_norm.weight": (self.head_width,) for letter in "qk"}
         biased = ["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"]
         biased = biased if self.attention_bias or self.family == "qwen2" else []
         biased += ["self_attn.o_proj"] if self.attention_bias else []
@@ -173,7 +173,7 @@ def _experts(config: Mapping[str, Any]) -> Experts | None:
     """By the names that Qwen's and DeepSeek's configs have. ValueError where layers alternate,
     which is not counted.
     """
-    number = int(next((config[each] for each in _NUMBER if config.get(each)), 0))
+    number = int(next((config[key] for key in _NUMBER if config.get(key)), 0))
     if not number:
         return None
     if config.get("mlp_only_layers") or int(config.get("decoder_sparse_step") or 1) != 1:

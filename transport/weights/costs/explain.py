@@ -49,15 +49,19 @@ def explain(
             "executors: " + ", ".join(f"{name} for {n:,} pairs" for name, n in executors.items())
         )
     if links is not None:
-        made = cost(nbytes, links)
-        by_link = ", ".join(f"{amount(made.link_bytes[kind])} {kind}" for kind in KINDS)
-        lines.append(f"at least {made.seconds:.3g} s by the model: {made.busiest} ({by_link})")
+        estimate = cost(nbytes, links)
+        by_link = ", ".join(f"{amount(estimate.link_bytes[kind])} {kind}" for kind in KINDS)
+        lines.append(
+            f"at least {estimate.seconds:.3g} s by the model: {estimate.busiest} ({by_link})"
+        )
     lines += ["", "tensors dealt out alike"]
     for kind, tensors in plan.kinds[:KINDS_SHOWN]:
-        (held, wanted), each = tensors[0], len(kind.to)
-        first = f"{wanted.name} {list(wanted.shape)} {smaller(held.dtype, wanted.dtype)}"
-        others = f" and {len(tensors) - 1:,} like it" if len(tensors) > 1 else ""
-        lines.append(f"  {first}{others}: {each:,} {'copy' if each == 1 else 'copies'} each")
+        (origin, target), per_tensor = tensors[0], len(kind.to)
+        first = f"{target.name} {list(target.shape)} {smaller(origin.dtype, target.dtype)}"
+        suffix = f" and {len(tensors) - 1:,} like it" if len(tensors) > 1 else ""
+        lines.append(
+            f"  {first}{suffix}: {per_tensor:,} {'copy' if per_tensor == 1 else 'copies'} each"
+        )
     if len(plan.kinds) > KINDS_SHOWN:
         lines.append(f"  and {len(plan.kinds) - KINDS_SHOWN:,} more kinds")
     if max(sources, destinations) <= PAIRS_SHOWN:
@@ -65,13 +69,13 @@ def explain(
     return "\n".join(lines)
 
 
-def _spread(what: str, nbytes: Ints, copies: Ints, peers: Ints) -> str:
+def _spread(label: str, nbytes: Ints, copies: Ints, peers: Ints) -> str:
     def of(values: Ints, text: str = "{:,.0f}") -> str:
         least, middle, most = int(np.min(values)), float(np.median(values)), int(np.max(values))
         show = amount if text == "bytes" else text.format
         return show(most) if least == most else f"{show(least)} | {show(middle)} | {show(most)}"
 
-    return f"{what} {of(nbytes, 'bytes')} in {of(copies)} copies, with {of(peers)} peers"
+    return f"{label} {of(nbytes, 'bytes')} in {of(copies)} copies, with {of(peers)} peers"
 
 
 def _matrix(nbytes: Ints) -> list[str]:

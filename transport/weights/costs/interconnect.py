@@ -59,7 +59,7 @@ class Interconnect:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Cost:
-    """What the model says."""
+    """The model's estimate for a plan."""
 
     seconds: float
     busiest: str
@@ -119,7 +119,7 @@ def cost(pair_bytes: Ints, links: Interconnect) -> Cost:
 
 @dataclass(frozen=True, kw_only=True)
 class GatherCost:
-    """What the model says of gathering whole tensors and broadcasting them."""
+    """The model's estimate for gathering whole tensors and broadcasting them."""
 
     gather_s: float
     broadcast_s: float

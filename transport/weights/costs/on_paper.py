@@ -39,20 +39,20 @@ class RankGrid:
         return Mesh.of(self.replicas, self.shards, self.tensor_parallel)
 
     def __str__(self) -> str:
-        told = {
+        axes = {
             "replica": self.replicas,
             "shard": self.shards,
             "tensor-parallel rank": self.tensor_parallel,
         }
         return (
-            " x ".join(f"{n:,} {what}{'s' if n > 1 else ''}" for what, n in told.items() if n > 1)
+            " x ".join(f"{n:,} {axis}{'s' if n > 1 else ''}" for axis, n in axes.items() if n > 1)
             or "1 rank"
         )
 
 
 @dataclass(frozen=True, kw_only=True, eq=False, repr=False)
 class OnPaper:
-    """What the layouts of both sides say."""
+    """A plan on paper, from the layouts of both sides."""
 
     parameters: int
     plan: CopyPlan
@@ -85,12 +85,12 @@ class OnPaper:
         for replica, row in enumerate(nbytes.tolist()):
             alike.setdefault(tuple(row), []).append(replica)
         for row, replicas in alike.items():
-            which = (
+            label = (
                 f"{len(replicas)} replicas, first {replicas[0]}"
                 if len(replicas) > 1
                 else f"replica {replicas[0]}"
             )
-            lines.append(f"  {which}: " + "  ".join(amount(n) if n else "." for n in row))
+            lines.append(f"  {label}: " + "  ".join(amount(n) if n else "." for n in row))
         return "\n".join(lines)
 
     def _most(self, side: str, nbytes: Ints) -> str:
@@ -103,10 +103,12 @@ class OnPaper:
         for side, parts in self.held.items():
             total = np.sum(list(parts.values()), axis=0)
             rank = int(np.argmax(total))
-            told = " + ".join(f"{what} {amount(int(each[rank]))}" for what, each in parts.items())
+            text = " + ".join(
+                f"{part} {amount(int(nbytes[rank]))}" for part, nbytes in parts.items()
+            )
             least = int(total.min())
             spread = f", the least {amount(least)}" if least < total[rank] else ""
-            lines.append(f"  {side}: {amount(int(total[rank]))} ({told}){spread}")
+            lines.append(f"  {side}: {amount(int(total[rank]))} ({text}){spread}")
         return lines
 
 
@@ -139,14 +141,14 @@ def on_paper(
         mesh_layout(whole, STYLES, side.mesh, key_value_heads=model.kv_heads)
         for side in (trainer, generator)
     )
-    sent, wanted = encoding.layout(trained), encoding.layout(read)
-    plan = reshard(sent, wanted)
+    sent, received = encoding.layout(trained), encoding.layout(read)
+    plan = reshard(sent, received)
     parameters = trained.rank_bytes // 4
     narrow = {
-        each
+        candidate
         for name in sent.tensors
         if name.endswith(SCALE)
-        for each in (name, name.removesuffix(SCALE))
+        for candidate in (name, name.removesuffix(SCALE))
     }
     return OnPaper(
         parameters=sum(int(np.prod(shape)) for shape, _ in whole.values()),
@@ -156,14 +158,14 @@ def on_paper(
         readers=generator,
         held={
             f"trainer ({trainer})": {
-                **{what: parameters * each for what, each in STATE.items()},
+                **{name: parameters * per_parameter for name, per_parameter in STATE.items()},
                 **(
                     {"what is quantised to be sent": sent.only(narrow).rank_bytes} if narrow else {}
                 ),
             },
             f"generator ({generator}), beside its cache": {
-                "version in use": wanted.rank_bytes,
-                "version that arrives": wanted.rank_bytes,
+                "version in use": received.rank_bytes,
+                "version that arrives": received.rank_bytes,
             },
         },
     )

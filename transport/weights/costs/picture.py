@@ -117,30 +117,30 @@ def _summed(table: Ints, group: int) -> Ints:
 def _numbers(count: int, group: int, size: int, *, down: bool) -> list[str]:
     """The first rank of rows or columns, as many as there is room for."""
     every = next(step for step in (1, 2, 4, 8, 16, 32, 64) if step * size >= (14 if down else 26))
-    found = []
+    labels = []
     for number in range(0, count, every):
         at = number * size + size / 2
         if down:
-            found.append(_text(LEFT - 8, TOP + at + 4, str(number * group), "", "end"))
+            labels.append(_text(LEFT - 8, TOP + at + 4, str(number * group), "", "end"))
         else:
-            found.append(_text(LEFT + at, TOP - 6, str(number * group), "", "middle"))
-    return found
+            labels.append(_text(LEFT + at, TOP - 6, str(number * group), "", "middle"))
+    return labels
 
 
 def _bars(sums: Ints, size: int, origin: tuple[int, int], *, down: bool) -> list[str]:
     """A bar for each sum, growing away from the matrix."""
     x, y = origin
-    found = []
+    bars = []
     for number, value in enumerate(sums.tolist()):
         length, thick = BAR * value / max(int(np.max(sums)), 1), min(max(size - 1, 1), THICK)
         at = number * size + (size - thick) / 2
         place = (x, y + at, length, thick) if down else (x + at, y, thick, length)
-        left, top, wide, high = (f"{each:.1f}".removesuffix(".0") for each in place)
-        found.append(
-            f'<rect class="bar" x="{left}" y="{top}" width="{wide}" height="{high}"'
+        corner_x, corner_y, wide, high = (f"{number:.1f}".removesuffix(".0") for number in place)
+        bars.append(
+            f'<rect class="bar" x="{corner_x}" y="{corner_y}" width="{wide}" height="{high}"'
             f' fill-opacity="0.55"><title>{amount(value)}</title></rect>'
         )
-    return found
+    return bars
 
 
 def _names(number: int, group: int, ranks: int) -> str:
@@ -152,11 +152,11 @@ def _of(group: int) -> str:
     return "ranks" if group == 1 else f"ranks, {group} at a time"
 
 
-def _load(what: str, nbytes: Ints) -> str:
+def _load(label: str, nbytes: Ints) -> str:
     least, middle, most = int(np.min(nbytes)), float(np.median(nbytes)), int(np.max(nbytes))
     if least == most:
-        return f"{what} {amount(most)}"
-    return f"{what} {amount(least)} to {amount(most)}, half of them {amount(middle)} or less"
+        return f"{label} {amount(most)}"
+    return f"{label} {amount(least)} to {amount(most)}, half of them {amount(middle)} or less"
 
 
 def _text(x: float, y: float, text: str, kind: str = "", anchor: str = "") -> str:

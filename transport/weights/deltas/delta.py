@@ -73,8 +73,8 @@ class Delta:
 
     @cached_property
     def places(self) -> torch.Tensor:
-        """int64[n]: the numbers of the changed units, ascending. MessageError when `where` tells
-        none.
+        """int64[n]: the numbers of the changed units, ascending. MessageError when `where` is
+        malformed.
         """
         places = places_of(self.where, self.nbytes, self.unit)
         if places is None or len(self.values) != len(places) * self.unit + self.nbytes % self.unit:
@@ -141,26 +141,28 @@ def diff(
             " bytes; send the first version of a layout in full"
         )
     nbytes = len(new)
-    found = differences(old, new, (nbytes if limit is None else limit) // (2 * WORD))
+    differing = differences(old, new, (nbytes if limit is None else limit) // (2 * WORD))
     wheres = {
-        BLOCK: found.blocks[: fixed_bytes(nbytes, BLOCK)],
-        RUN: packed(found.blocks[: nbytes // RUN] != 0),
+        BLOCK: differing.blocks[: fixed_bytes(nbytes, BLOCK)],
+        RUN: packed(differing.blocks[: nbytes // RUN] != 0),
     }
     changed = {
-        BLOCK: int(unpacked(found.blocks).sum()),
-        RUN: int((found.blocks[: nbytes // RUN] != 0).sum()),
+        BLOCK: int(unpacked(differing.blocks).sum()),
+        RUN: int((differing.blocks[: nbytes // RUN] != 0).sum()),
     }
     sizes = {
         unit: len(where) + changed[unit] * unit + nbytes % unit for unit, where in wheres.items()
     }
-    if found.lows is not None:
-        wheres[WORD] = torch.cat([found.counts.view(torch.uint8), found.lows.view(torch.uint8)])
-        sizes[WORD] = len(wheres[WORD]) + len(found.lows) * WORD + nbytes % WORD
+    if differing.lows is not None:
+        wheres[WORD] = torch.cat(
+            [differing.counts.view(torch.uint8), differing.lows.view(torch.uint8)]
+        )
+        sizes[WORD] = len(wheres[WORD]) + len(differing.lows) * WORD + nbytes % WORD
     unit = min(sizes, key=sizes.__getitem__)
     if limit is not None and HEADER.size + sizes[unit] >= limit:
         return None
-    if unit == WORD and found.values is not None:
-        values = found.values.view(torch.uint8)
+    if unit == WORD and differing.values is not None:
+        values = differing.values.view(torch.uint8)
     else:
         places = unpacked(wheres[unit]).view(-1).nonzero().view(-1)
         values = rows(new, unit)[places].view(-1).view(torch.uint8)
@@ -198,8 +200,8 @@ def apply_delta(buffer: torch.Tensor, delta: Delta) -> None:
     WeightError, with the buffer as it was, when it does not hold the base; ChecksumMismatch when
     the result is not what was sent: the buffer then holds no version.
     """
-    found = wordsum(buffer) if len(buffer) == delta.nbytes else None
-    if found != delta.base_sum:
+    base_sum = wordsum(buffer) if len(buffer) == delta.nbytes else None
+    if base_sum != delta.base_sum:
         raise WeightError(
             f"a delta does not stand on this buffer; found {len(buffer)} bytes that are not version"
             f" {delta.base} of {delta.nbytes} bytes; ask the writer for the full version"
@@ -220,7 +222,7 @@ def _bytes(data: bytes, device: torch.device) -> torch.Tensor:
     return torch.frombuffer(bytearray(data), dtype=torch.uint8).to(device)
 
 
-def _unreadable(found: str) -> MessageError:
+def _unreadable(problem: str) -> MessageError:
     return MessageError(
-        f"a delta cannot be read; found {found}; writer and readers must run the same release"
+        f"a delta cannot be read; found {problem}; writer and readers must run the same release"
     )

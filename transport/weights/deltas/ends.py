@@ -47,13 +47,13 @@ class DeltaWriter(ShardedWriter):
     def pins(self, versions: set[int]) -> Iterator[set[int]]:
         """Those of these versions that are here, and stay until the end."""
         with self._control.changed:
-            found = versions & self._staging.versions()
-            self._pinned.update(found)
+            pinned = versions & self._staging.versions()
+            self._pinned.update(pinned)
         try:
-            yield found
+            yield pinned
         finally:
             with self._control.changed:
-                self._pinned -= Counter(found)
+                self._pinned -= Counter(pinned)
 
     def _needed(self) -> set[int]:
         return super()._needed() | set(self._pinned)
@@ -71,12 +71,14 @@ class _SendingDeltas(Sending):
     def _agreed(
         self, version: int, steps: list[ChunkMessage], deadline: float
     ) -> Sequence[Outbound]:
-        """The receivers tell what version they have, and are told the sizes."""
-        asked = self._exchange.agree({}, dict.fromkeys(self._chunks, 1), deadline)
+        """Receivers send their versions; the sender answers with the sizes."""
+        base_versions = self._exchange.agree({}, dict.fromkeys(self._chunks, 1), deadline)
         messages: Sequence[Outbound] = steps
-        with self._pins({base for (base,) in asked.values()} - {version}) as found:
+        with self._pins({base for (base,) in base_versions.values()} - {version}) as pinned:
             bases = {
-                peer: (base, self._gather(base)) for peer, (base,) in asked.items() if base in found
+                peer: (base, self._gather(base))
+                for peer, (base,) in base_versions.items()
+                if base in pinned
             }
             if bases:
                 messages = changes(
@@ -127,14 +129,16 @@ class _ReceivingDeltas(Receiving):
         """The messages as their senders will send them, knowing what version this rank has."""
         exact = set(self._chunks) - {step.peer for step in steps if step.casts}
         bases = {peer: [base.version if base and peer in exact else -1] for peer in self._chunks}
-        told = self._exchange.agree(
+        peer_sizes = self._exchange.agree(
             bases, {peer: len(cut) for peer, cut in self._chunks.items()}, deadline
         )
-        if base is None or all(size == WHOLE_CHUNK for found in told.values() for size in found):
-            return patches(steps, told, None)
+        if base is None or all(
+            size == WHOLE_CHUNK for of_peer in peer_sizes.values() for size in of_peer
+        ):
+            return patches(steps, peer_sizes, None)
         gathered = recent(
             self._gathered,
             base.number,
             lambda: Gathered(self._chunks, base.views, sending=False, device=self._device),
         )
-        return patches(steps, told, gathered)
+        return patches(steps, peer_sizes, gathered)

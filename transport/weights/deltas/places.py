@@ -1,4 +1,4 @@
-"""How a delta tells which units of a buffer changed: a bit for each block, or the places of 16-bit
+"""How a delta marks the changed units of a buffer: a bit for each block, or the places of 16-bit
 words by page.
 """
 

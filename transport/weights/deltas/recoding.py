@@ -46,10 +46,10 @@ class Gathered:
         """
         self._steps = {
             (step.peer, step.tag): step
-            for peer, found in chunks.items()
+            for peer, peer_chunks in chunks.items()
             for step in (
                 step_of(peer, at + 1, chunk, tensors, sending, device)
-                for at, chunk in enumerate(found)
+                for at, chunk in enumerate(peer_chunks)
             )
         }
         size = (
@@ -133,7 +133,7 @@ def changes(
 
     `bases`: by peer, the version that it has. `known`: checksums of the current version.
     """
-    found: list[ChunkMessage | DeltaMessage] = []
+    messages: list[ChunkMessage | DeltaMessage] = []
     for step in steps:
         delta = None
         if step.peer in bases:
@@ -143,36 +143,36 @@ def changes(
             delta = encode_delta(
                 before, now, link_bytes_per_s, base=version, scan_bytes_per_s=SCAN_BYTES_PER_S
             )
-        found.append(
+        messages.append(
             step if delta is None else DeltaMessage(step, delta, step.known(known) or sums)
         )
-    return found
+    return messages
 
 
 def sizes(messages: Sequence[Outbound]) -> dict[int, list[int]]:
     """By peer: the bytes of each delta, WHOLE_CHUNK where it is none."""
-    found: dict[int, list[int]] = {}
+    by_peer: dict[int, list[int]] = {}
     for message in messages:
         size = message.nbytes if isinstance(message, DeltaMessage) else WHOLE_CHUNK
-        found.setdefault(message.peer, []).append(size)
-    return found
+        by_peer.setdefault(message.peer, []).append(size)
+    return by_peer
 
 
 def patches(
-    steps: Sequence[ChunkMessage], told: Mapping[int, Sequence[int]], base: Gathered | None
+    steps: Sequence[ChunkMessage], peer_sizes: Mapping[int, Sequence[int]], base: Gathered | None
 ) -> list[ChunkMessage | Patch]:
-    """What to receive, where the peers have told `sizes`. WeightError when those cannot be."""
-    left = {peer: iter(found) for peer, found in told.items()}
-    found: list[ChunkMessage | Patch] = []
+    """What to receive, given the peers' `sizes`. WeightError for impossible sizes."""
+    sizes_left = {peer: iter(of_peer) for peer, of_peer in peer_sizes.items()}
+    inbound: list[ChunkMessage | Patch] = []
     for step in steps:
-        size = next(left[step.peer])
+        size = next(sizes_left[step.peer])
         if size == WHOLE_CHUNK:
-            found.append(step)
+            inbound.append(step)
         elif base is None or not 0 < size < step.nbytes:
             raise WeightError(
                 f"a peer told of a delta that cannot be; found {size} bytes for a message of"
                 f" {step.nbytes}; trainer and generators must run the same release"
             )
         else:
-            found.append(Patch(step, size, base))
-    return found
+            inbound.append(Patch(step, size, base))
+    return inbound

@@ -1,5 +1,5 @@
-"""Where one writer and its readers speak: within a machine a socket owned by whoever holds its
-lock, else with keys.
+"""Where one writer and its readers meet: within a machine at a socket of the lock's owner, else at
+an address with keys.
 """
 
 from __future__ import annotations
@@ -81,7 +81,9 @@ class LocalAddress:
         os.close(lock)
 
     def bound(self) -> Socket:
-        """The owner's socket. AddressTaken or AddressError where nobody can listen there."""
+        """The owner's socket. Raises AddressTaken, or AddressError where the address cannot be
+        bound.
+        """
         return _bound(zmq.Context.instance().socket(zmq.ROUTER), self.url)
 
     def connected(self) -> Socket:
@@ -106,8 +108,8 @@ class HostAddress:
         self._guard: Guard | None = None
 
     def bound(self) -> Socket:
-        """The owner's socket; `url` then tells its port. AddressTaken or AddressError where nobody
-        can listen there.
+        """The owner's socket; `url` then holds its port. Raises AddressTaken, or AddressError where
+        the address cannot be bound.
         """
         self._guard = Guard(self._keys.receivers)
         socket: Socket = self._guard.context.socket(zmq.ROUTER)
@@ -118,9 +120,9 @@ class HostAddress:
         except BaseException:
             self.release()
             raise
-        found = socket.last_endpoint
-        assert isinstance(found, bytes), "what ZeroMQ says of a bound socket"
-        self.url = found.decode()
+        endpoint = socket.last_endpoint
+        assert isinstance(endpoint, bytes), "what ZeroMQ says of a bound socket"
+        self.url = endpoint.decode()
         return socket
 
     def release(self) -> None:
@@ -207,12 +209,12 @@ def _bound(socket: Socket, url: str) -> Socket:
             socket.bind(url)
             return socket
         except zmq.ZMQError as error:
-            taken = error.errno == zmq.EADDRINUSE
-            if taken and time.monotonic() < deadline:
+            in_use = error.errno == zmq.EADDRINUSE
+            if in_use and time.monotonic() < deadline:
                 time.sleep(0.02)
                 continue
             socket.close()
-            raise (AddressTaken if taken else AddressError)(
+            raise (AddressTaken if in_use else AddressError)(
                 f"the weight plane cannot listen at {url}; found: {error}; "
                 "name another address (an ipc path has at most 107 characters)"
             ) from None

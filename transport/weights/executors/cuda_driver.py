@@ -93,9 +93,9 @@ class Driver:
 
     def uuid(self, ordinal: int) -> bytes:
         """A device's UUID, 16 bytes."""
-        found = _Uuid()
-        self.call("cuDeviceGetUuid_v2", byref(found), self._device(ordinal))
-        return bytes(found.bytes)
+        uuid = _Uuid()
+        self.call("cuDeviceGetUuid_v2", byref(uuid), self._device(ordinal))
+        return bytes(uuid.bytes)
 
     def allocate(self, ordinal: int, nbytes: int) -> int:
         """The address of new memory, at least that many bytes."""
@@ -112,7 +112,7 @@ class Driver:
             self.call("cuMemFree_v2", c_uint64(pointer))
 
     def export(self, ordinal: int, pointer: int) -> bytes:
-        """The handle, 64 bytes, of what `allocate` gave."""
+        """The handle, 64 bytes, of allocated memory."""
         handle = _IpcHandle()
         with self.on(ordinal):
             self.call("cuIpcGetMemHandle", byref(handle), c_uint64(pointer))

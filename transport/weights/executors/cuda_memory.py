@@ -135,6 +135,8 @@ class CudaMemory:
 
 
 def _quietly(give_back: Callable[[int, int], None], ordinal: int, pointer: int) -> None:
-    """From a finaliser, where nobody could catch it: after a fault on the GPU every call fails."""
+    """Run in a finaliser, where no caller could catch an error: after a fault on the GPU every call
+    fails.
+    """
     with contextlib.suppress(DriverError):
         give_back(ordinal, pointer)

@@ -47,23 +47,23 @@ class DeviceMemory(Protocol):
 
 def numbered(device: str | torch.device) -> torch.device:
     """The device as its tensors name it: `cuda` is the GPU that is current."""
-    found = torch.device(device)
-    bare = found.type == "cuda" and found.index is None
-    return torch.device("cuda", torch.cuda.current_device()) if bare else found
+    resolved = torch.device(device)
+    bare = resolved.type == "cuda" and resolved.index is None
+    return torch.device("cuda", torch.cuda.current_device()) if bare else resolved
 
 
 class Lease(Protocol):
     """What every process that has a buffer open holds a lock on."""
 
     def seal(self) -> bool:
-        """Whether nobody has it open; nobody can open it from then on."""
+        """Whether no process has it open; from then on none can open it."""
 
     def close(self) -> None:
         """Let go of it."""
 
 
 class Departing:
-    """Buffers that their owners have let go while some other process still has them open."""
+    """Buffers that their owners have released while another process still has them open."""
 
     def __init__(self) -> None:
         self._held: list[tuple[Lease, torch.Tensor]] = []
@@ -75,10 +75,10 @@ class Departing:
             self._held.append((lease, buffer))
 
     def release(self) -> None:
-        """Let go of those that nobody has open any more."""
+        """Free those that no process has open."""
         with self._lock:
             ended = [lease for lease, _ in self._held if lease.seal()]
-            self._held = [held for held in self._held if held[0] not in ended]
+            self._held = [pair for pair in self._held if pair[0] not in ended]
         for lease in ended:
             lease.close()
 

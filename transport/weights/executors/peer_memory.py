@@ -1,5 +1,5 @@
-"""Buffers that other processes of this machine write into, in files without a name: nobody leaves
-one behind.
+"""Buffers that other processes of this machine write into, in files without a name: none is left
+behind.
 
 A buffer's owner tells the number that its file has in its own process, under which /proc opens it
 to other processes of one user, and what proves that it is that file. However processes end, the
@@ -101,12 +101,12 @@ class PeerMemory:
                 f" {free.f_bavail * free.f_frsize >> 20} MiB free in {self._folder}; each rank of a"
                 " reader needs two: enlarge it (docker: --shm-size), or send by gloo"
             ) from None
-        found = os.fstat(file)
+        status = os.fstat(file)
         handle: Handle = {
             "process": os.getpid(),
             "file": file,
-            "device": found.st_dev,
-            "inode": found.st_ino,
+            "device": status.st_dev,
+            "inode": status.st_ino,
             "nbytes": nbytes,
             "memory": {} if self._memory is None else self._memory.export(buffer),
         }
@@ -148,13 +148,13 @@ def _opened(handle: Handle) -> int:
     another file now.
     """
     path = Path(f"/proc/{handle['process']}/fd/{handle['file']}")
-    wanted = (handle["device"], handle["inode"])
-    found = path.stat()
+    identity = (handle["device"], handle["inode"])
+    status = path.stat()
     # else opening it may do anything: it may be a device
-    if (found.st_dev, found.st_ino) == wanted:
+    if (status.st_dev, status.st_ino) == identity:
         file = os.open(path, os.O_RDWR | os.O_CLOEXEC)
-        found = os.fstat(file)
-        if (found.st_dev, found.st_ino) == wanted:
+        status = os.fstat(file)
+        if (status.st_dev, status.st_ino) == identity:
             return file
         os.close(file)
     raise FileNotFoundError(2, os.strerror(2), str(path))

@@ -155,7 +155,9 @@ class _ReaderSegment:
 
 
 class _Ear:
-    """Hears messages, and warns once of what is none: junk changes nothing and fills no log."""
+    """Receives messages, and warns once of malformed ones: junk changes nothing and fills
+    no log.
+    """
 
     def __init__(self, socket: Socket) -> None:
         self._socket, self._warned = socket, False
@@ -164,15 +166,15 @@ class _Ear:
         """All that have arrived, each with the frame before it: at a writer, its sender. Never
         waits.
         """
-        found: list[tuple[bytes, Message]] = []
+        messages: list[tuple[bytes, Message]] = []
         while frames := arrived(self._socket):
             try:
-                found.append((frames[0], CODEC.decode(frames[-1])))
+                messages.append((frames[0], CODEC.decode(frames[-1])))
             except MessageError as error:
                 if not self._warned:
                     warnings.warn(str(error), RuntimeWarning, stacklevel=2)
                 self._warned = True
-        return found
+        return messages
 
 
 class _WriterPort:

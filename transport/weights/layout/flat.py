@@ -134,15 +134,15 @@ class FlatLayout:
         """
         entries: list[tuple[str, tuple[int, ...], str]] = []
         aliases: dict[str, str] = {}
-        seen: dict[tuple[Any, ...], str] = {}
+        first_names: dict[tuple[Any, ...], str] = {}
         for name, tensor in tensors.items():
             own = str(tensor.dtype).removeprefix("torch.")
             shape = tuple(int(n) for n in tensor.shape)
             memory = (tensor.data_ptr(), str(tensor.device), shape, tuple(tensor.stride()), own)
-            if tensor.numel() and memory in seen:
-                aliases[name] = seen[memory]
+            if tensor.numel() and memory in first_names:
+                aliases[name] = first_names[memory]
                 continue
-            seen[memory] = name
+            first_names[memory] = name
             entries.append((name, shape, dtype if dtype and own in FLOATING else own))
         return cls.build(entries, aliases)
 
@@ -199,7 +199,7 @@ class FlatLayout:
         LayoutMismatch where a name is missing or unknown, or a shape differs (dtypes may).
         """
         places = {spec.name: place for place, spec in enumerate(self.tensors)}
-        found: list[list[T]] = [[] for _ in self.tensors]
+        by_place: list[list[T]] = [[] for _ in self.tensors]
         for name, tensor in tensors.items():
             place = places.get(self.aliases.get(name, name))
             if place is None:
@@ -213,14 +213,14 @@ class FlatLayout:
                     f"{whose} has another shape for '{name}'; found {list(shape)}, the layout says "
                     f"{list(self.tensors[place].shape)}; both sides must load the same model"
                 )
-            found[place].append(tensor)
-        for spec, tied in zip(self.tensors, found, strict=True):
+            by_place[place].append(tensor)
+        for spec, tied in zip(self.tensors, by_place, strict=True):
             if not tied:
                 raise LayoutMismatch(
                     f"{whose} has no tensor for '{spec.name}'; found {len(tensors)} tensors, first "
                     f"{list(tensors)[:3]}; pass every tensor of the layout"
                 )
-        return found
+        return by_place
 
 
 def _aligned(offset: int) -> int:

@@ -29,7 +29,7 @@ def layout_of(
     """
     if isinstance(tensors, torch.nn.Module):
         tensors = dict(tensors.named_parameters(remove_duplicate=False))
-    held: dict[str, TensorLayout] = {}
+    layouts: dict[str, TensorLayout] = {}
     aliases: dict[str, str] = {}
     first: dict[Any, str] = {}
     everyone = Mesh((len(ranks),), tuple(ranks))
@@ -44,8 +44,8 @@ def layout_of(
             if isinstance(tensor, DTensor)
             else Shards.cut(shape, everyone, (None,))
         )
-        held[name] = TensorLayout(name=name, shape=shape, dtype=dtype, shards=shards, into=name)
-    return Layout(tensors=held, aliases=aliases)
+        layouts[name] = TensorLayout(name=name, shape=shape, dtype=dtype, shards=shards, into=name)
+    return Layout(tensors=layouts, aliases=aliases)
 
 
 def _memory(tensor: torch.Tensor) -> Any:
@@ -87,8 +87,8 @@ def _order(
     for axis in reversed(range(len(sizes))):
         factor = getattr(placements[axis], "split_factor", 1)
         later = 1
-        for other in range(axis + 1, len(sizes)):
-            later *= sizes[other] if cuts[other] == cuts[axis] else 1
+        for next_axis in range(axis + 1, len(sizes)):
+            later *= sizes[next_axis] if cuts[next_axis] == cuts[axis] else 1
         if factor > 1 and factor == later:
             order.append(axis)
         else:

@@ -48,13 +48,16 @@ class Layout:
     def __post_init__(self) -> None:
         if not self.tensors:
             raise LayoutMismatch("a layout needs a tensor; found none; pass the model's parameters")
-        for name, held in self.tensors.items():
-            found = held.name, held.shards.start.shape[1], held.dtype in ITEM_BYTES
-            if found != (name, len(held.shape), True) or (held.shards.stop > held.shape).any():
+        for name, tensor in self.tensors.items():
+            facts = tensor.name, tensor.shards.start.shape[1], tensor.dtype in ITEM_BYTES
+            if (
+                facts != (name, len(tensor.shape), True)
+                or (tensor.shards.stop > tensor.shape).any()
+            ):
                 raise LayoutMismatch(
-                    f"tensor '{name}' does not fit its shards; found shape {list(held.shape)},"
-                    f" dtype {held.dtype}, boxes of {found[1]} dimensions up to"
-                    f" {held.shards.stop.max(0, initial=0)}; see Layout.cut"
+                    f"tensor '{name}' does not fit its shards; found shape {list(tensor.shape)},"
+                    f" dtype {tensor.dtype}, boxes of {facts[1]} dimensions up to"
+                    f" {tensor.shards.stop.max(0, initial=0)}; see Layout.cut"
                 )
         for alias, name in self.aliases.items():
             if name not in self.tensors or alias in self.tensors:
@@ -66,27 +69,29 @@ class Layout:
     @functools.cached_property
     def ranks(self) -> int:
         """Ranks of this side: one more than the highest that holds anything."""
-        return 1 + max(int(np.max(held.shards.ranks, initial=-1)) for held in self.tensors.values())
+        return 1 + max(
+            int(np.max(tensor.shards.ranks, initial=-1)) for tensor in self.tensors.values()
+        )
 
     @functools.cached_property
     def rank_bytes(self) -> Ints:
         """[ranks]: bytes of the model that each holds, replicas counted at each of them."""
         per_element: Counter[Shards] = Counter()
-        for held in self.tensors.values():
-            per_element[held.shards] += ITEM_BYTES[held.dtype]
-        found = np.zeros(self.ranks, np.float64)
+        for tensor in self.tensors.values():
+            per_element[tensor.shards] += ITEM_BYTES[tensor.dtype]
+        by_rank = np.zeros(self.ranks, np.float64)
         for shards, nbytes in per_element.items():
             elements = np.prod(shards.stop - shards.start, axis=1, dtype=np.int64)
-            found += np.bincount(shards.ranks, elements * nbytes, self.ranks)
-        return found.astype(np.int64)
+            by_rank += np.bincount(shards.ranks, elements * nbytes, self.ranks)
+        return by_rank.astype(np.int64)
 
     @functools.cached_property
     def key(self) -> bytes:
         """Equal for equal layouts."""
         digest = xxhash.xxh3_128()
-        for held in self.tensors.values():
-            digest.update(repr((held.name, held.shape, held.dtype, held.into)).encode())
-            digest.update(held.shards.key)
+        for tensor in self.tensors.values():
+            digest.update(repr((tensor.name, tensor.shape, tensor.dtype, tensor.into)).encode())
+            digest.update(tensor.shards.key)
         digest.update(repr(sorted(self.aliases.items())).encode())
         return digest.digest()
 
@@ -109,7 +114,7 @@ class Layout:
         """Full tensors, name -> (shape, dtype), dealt out over a mesh; `cuts` and `order` as in
         `Shards.cut`.
         """
-        held = {
+        layouts = {
             name: TensorLayout(
                 name=name,
                 shape=shape,
@@ -119,7 +124,7 @@ class Layout:
             )
             for name, (shape, dtype) in tensors.items()
         }
-        return cls(tensors=held, aliases=dict(aliases or {}))
+        return cls(tensors=layouts, aliases=dict(aliases or {}))
 
     @classmethod
     def whole(
@@ -163,8 +168,8 @@ class Layout:
         return replace(
             self,
             tensors={
-                name: replace(held, dtype=dtype) if "float" in held.dtype else held
-                for name, held in self.tensors.items()
+                name: replace(tensor, dtype=dtype) if "float" in tensor.dtype else tensor
+                for name, tensor in self.tensors.items()
             },
         )
 
@@ -179,21 +184,21 @@ class Layout:
         inside = self._inside(parts)
         lengths = np.zeros((len(inside), self.ranks), np.int64)
         for number, part in enumerate(inside):
-            for held in part:
-                lengths[number, held.shards.ranks] = held.shards.local_shape[:, dim]
+            for tensor in part:
+                lengths[number, tensor.shards.ranks] = tensor.shards.local_shape[:, dim]
         starts, total = np.cumsum(lengths, axis=0) - lengths, lengths.sum(axis=0)
         moved: dict[str, TensorLayout] = {}
         for part, start in zip(inside, starts, strict=True):
-            for held in part:
-                ranks = held.shards.ranks
+            for tensor in part:
+                ranks = tensor.shards.ranks
                 local_start, local_shape = (
-                    held.shards.local_start.copy(),
-                    held.shards.local_shape.copy(),
+                    tensor.shards.local_start.copy(),
+                    tensor.shards.local_shape.copy(),
                 )
                 local_start[:, dim] += start[ranks]
                 local_shape[:, dim] = total[ranks]
-                shards = replace(held.shards, local_start=local_start, local_shape=local_shape)
-                moved[held.name] = replace(held, shards=shards, into=into)
+                shards = replace(tensor.shards, local_start=local_start, local_shape=local_shape)
+                moved[tensor.name] = replace(tensor, shards=shards, into=into)
         return replace(self, tensors={**self.tensors, **moved})
 
     def stacked(self, into: str, parts: Collection[str]) -> Layout:
@@ -201,21 +206,21 @@ class Layout:
         ...] (experts).
         """
         lifted: dict[str, TensorLayout] = {}
-        for held in itertools.chain.from_iterable(self._inside(parts)):
-            shards = held.shards
+        for tensor in itertools.chain.from_iterable(self._inside(parts)):
+            shards = tensor.shards
             shards = replace(
                 shards,
                 local_start=np.insert(shards.local_start, 0, 0, axis=1),
                 local_shape=np.insert(shards.local_shape, 0, 1, axis=1),
             )
-            lifted[held.name] = replace(held, shards=shards)
+            lifted[tensor.name] = replace(tensor, shards=shards)
         return replace(self, tensors={**self.tensors, **lifted}).fused(into, parts)
 
     def _inside(self, parts: Collection[str]) -> list[list[TensorLayout]]:
         """What lies in each of these local tensors."""
         inside: dict[str, list[TensorLayout]] = {}
-        for held in self.tensors.values():
-            inside.setdefault(held.into, []).append(held)
+        for tensor in self.tensors.values():
+            inside.setdefault(tensor.into, []).append(tensor)
         missing = [part for part in parts if part not in inside]
         if missing:
             raise LayoutMismatch(
@@ -230,18 +235,18 @@ class Layout:
 
         parts: name -> length along `dim`, in order, together the whole of it.
         """
-        held = self.tensors[name]
-        dim %= len(held.shape)
-        if sum(parts.values()) != held.shape[dim]:
+        tensor = self.tensors[name]
+        dim %= len(tensor.shape)
+        if sum(parts.values()) != tensor.shape[dim]:
             raise LayoutMismatch(
                 f"the parts of '{name}' must make up the whole; found {dict(parts)} for"
-                f" {held.shape[dim]} along {dim}"
+                f" {tensor.shape[dim]} along {dim}"
             )
         tensors: dict[str, TensorLayout] = {
             key: value for key, value in self.tensors.items() if key != name
         }
-        shards, first = held.shards, 0
-        lead = shards.local_start.shape[1] - len(held.shape)
+        shards, first = tensor.shards, 0
+        lead = shards.local_start.shape[1] - len(tensor.shape)
         for part, length in parts.items():
             start, stop = shards.start.copy(), shards.stop.copy()
             start[:, dim] = np.clip(start[:, dim], first, first + length)
@@ -258,8 +263,8 @@ class Layout:
                 local_start[mine],
                 shards.local_shape[mine].copy(),
             )
-            shape = (*held.shape[:dim], length, *held.shape[dim + 1 :])
-            tensors[part] = replace(held, name=part, shape=shape, shards=placed)
+            shape = (*tensor.shape[:dim], length, *tensor.shape[dim + 1 :])
+            tensors[part] = replace(tensor, name=part, shape=shape, shards=placed)
             first += length
         return replace(self, tensors=tensors)
 
@@ -268,17 +273,17 @@ class Layout:
 
         LayoutMismatch where two full tensors ask for different shapes of one local tensor.
         """
-        found: dict[str, tuple[Shape, str]] = {}
-        for held in self.tensors.values():
-            for row in np.flatnonzero(held.shards.ranks == rank):
-                spec = tuple(held.shards.local_shape[row].tolist()), held.dtype
-                if found.setdefault(held.into, spec) != spec:
+        specs: dict[str, tuple[Shape, str]] = {}
+        for tensor in self.tensors.values():
+            for row in np.flatnonzero(tensor.shards.ranks == rank):
+                spec = tuple(tensor.shards.local_shape[row].tolist()), tensor.dtype
+                if specs.setdefault(tensor.into, spec) != spec:
                     raise LayoutMismatch(
-                        f"rank {rank} would hold '{held.into}' in two shapes; found"
-                        f" {found[held.into]} and {spec} (for '{held.name}'); fuse all parts at"
+                        f"rank {rank} would hold '{tensor.into}' in two shapes; found"
+                        f" {specs[tensor.into]} and {spec} (for '{tensor.name}'); fuse all parts at"
                         " once"
                     )
-        return found
+        return specs
 
     def flat(self, rank: int) -> FlatLayout:
         """A rank's local tensors in one flat buffer."""
@@ -290,9 +295,9 @@ class Layout:
         """In lists, strings, integers and bytes, as msgpack carries it; equal shards once."""
         table: dict[bytes, int] = {}
         shards: list[list[Any]] = []
-        for held in self.tensors.values():
-            if table.setdefault(held.shards.key, len(shards)) == len(shards):
-                s = held.shards
+        for tensor in self.tensors.values():
+            if table.setdefault(tensor.shards.key, len(shards)) == len(shards):
+                s = tensor.shards
                 sizes = [len(s.ranks), s.start.shape[1], s.local_start.shape[1]]
                 arrays = (s.ranks, s.start, s.stop, s.local_start, s.local_shape)
                 shards.append(
@@ -329,7 +334,7 @@ class Layout:
 
 
 def _shards(n: int, d: int, k: int, *data: bytes) -> Shards:
-    ranks, *boxes = (np.frombuffer(each, "<i8").astype(np.int64) for each in data)
+    ranks, *boxes = (np.frombuffer(raw, "<i8").astype(np.int64) for raw in data)
     start, stop, local_start, local_shape = boxes
     return Shards(
         ranks.reshape(n),

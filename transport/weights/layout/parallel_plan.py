@@ -83,15 +83,15 @@ def mesh_layout(
     FSDP cuts dim 0 of what tensor parallelism has left of a tensor. key_value_heads: of the model;
     of more ranks than these, neighbouring ones hold the same one.
     """
-    held, known = {}, dict[tuple[str, int], Cut]()
+    layouts, cut_by_shape = {}, dict[tuple[str, int], Cut]()
     *outer, ranks = mesh.shape
     heads = min(ranks, key_value_heads or ranks)
     by_heads = Mesh((*outer, heads, ranks // heads), mesh.ranks)
     for name, (shape, dtype) in tensors.items():
         like = _generic(name), len(shape)
-        if like not in known:
-            known[like] = cut_of(*like, plan)
-        dim, parts = known[like]
+        if like not in cut_by_shape:
+            cut_by_shape[like] = cut_of(*like, plan)
+        dim, parts = cut_by_shape[like]
         cuts = (None, 0 if shape else None, dim)
         if heads < ranks and KEYS_AND_VALUES.search(name):
             shards = Shards.cut(
@@ -99,8 +99,8 @@ def mesh_layout(
             )
         else:
             shards = Shards.cut(shape, mesh, cuts, order=(0, 2, 1), parts=(1, 1, parts))
-        held[name] = TensorLayout(name=name, shape=shape, dtype=dtype, shards=shards, into=name)
-    return Layout(tensors=held, aliases=dict(aliases or {}))
+        layouts[name] = TensorLayout(name=name, shape=shape, dtype=dtype, shards=shards, into=name)
+    return Layout(tensors=layouts, aliases=dict(aliases or {}))
 
 
 def cut_of(name: str, dims: int, plan: Mapping[str, str]) -> Cut:
@@ -124,9 +124,9 @@ def cut_of(name: str, dims: int, plan: Mapping[str, str]) -> Cut:
 def _style(name: str, plan: Mapping[str, str]) -> str:
     """The style of a parameter: its own, or its module's; keys may lack the model's prefix."""
     generic = _generic(name)
-    for wanted in (generic, generic.rpartition(".")[0]):
+    for pattern in (generic, generic.rpartition(".")[0]):
         for key, style in plan.items():
-            if f".{wanted}".endswith(f".{_generic(key)}"):
+            if f".{pattern}".endswith(f".{_generic(key)}"):
                 return style
     return "replicate"
 

@@ -39,7 +39,7 @@ class Copy:
     @property
     def shape(self) -> tuple[int, ...]:
         """Of the box, as the destination's local tensor has it."""
-        return tuple(each.stop - each.start for each in self.destination_box)
+        return tuple(span.stop - span.start for span in self.destination_box)
 
     @property
     def dtype(self) -> str:
@@ -94,12 +94,12 @@ class Kind:
         Of each tensor all holders send equally many copies, side by side, so that few pairs have to
         do with each other; those that are left over they take in turns, from tensor to tensor.
         """
-        each, left = np.divmod(self.per_tensor, self.count)
-        over = self.place - each * self.count
+        per_holder, remainder = np.divmod(self.per_tensor, self.count)
+        over = self.place - per_holder * self.count
         taker = np.where(
             over < 0,
-            self.place // np.maximum(each, 1),
-            (self.turn + number * left + over) % self.count,
+            self.place // np.maximum(per_holder, 1),
+            (self.turn + number * remainder + over) % self.count,
         )
         return np.asarray(self.holders[self.first + taker])
 
@@ -159,20 +159,20 @@ class CopyPlan:
         """
         for kind, tensors in self.kinds:
             ends: list[Ends] = []
-            for number, (held, wanted) in enumerate(tensors):
+            for number, (origin, target) in enumerate(tensors):
                 if number == 0 or kind.turns:
                     ends = kind.between(source_rank, destination_rank, number)
                 for sender, receiver, source_box, destination_box in ends:
                     yield Copy(
-                        tensor=wanted.name,
+                        tensor=target.name,
                         source_rank=sender,
                         destination_rank=receiver,
-                        source_name=held.into,
+                        source_name=origin.into,
                         source_box=source_box,
-                        destination_name=wanted.into,
+                        destination_name=target.into,
                         destination_box=destination_box,
-                        source_dtype=held.dtype,
-                        destination_dtype=wanted.dtype,
+                        source_dtype=origin.dtype,
+                        destination_dtype=target.dtype,
                     )
 
     def sends(self, rank: int) -> list[Copy]:
@@ -204,8 +204,8 @@ class CopyPlan:
         nbytes, copies = np.zeros((2, sources * destinations), np.int64)
         for kind, tensors in self.kinds:
             receivers = kind.destination.ranks[kind.to]
-            held, wanted = tensors[0]
-            item = ITEM_BYTES[smaller(held.dtype, wanted.dtype)]
+            origin, target = tensors[0]
+            item = ITEM_BYTES[smaller(origin.dtype, target.dtype)]
             for number in range(len(tensors) if kind.turns else 1):
                 times = 1 if kind.turns else len(tensors)
                 pair = kind.source.ranks[kind.senders(number)] * destinations + receivers

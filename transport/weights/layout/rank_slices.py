@@ -69,18 +69,18 @@ def layout_of_slices(flat: FlatLayout, slices: Sequence[Mapping[str, RankSlice]]
     flat: the local tensors of any of the ranks, for names, dtypes and ties; the layout is the same,
     whichever it is.
     """
-    held = {}
+    layouts = {}
     for spec in flat.tensors:
         whole: RankSlice = (spec.shape, None, ())
-        cuts = [each.get(spec.name, whole) for each in slices]
-        held[spec.name] = TensorLayout(
+        cuts = [rank_slices.get(spec.name, whole) for rank_slices in slices]
+        layouts[spec.name] = TensorLayout(
             name=spec.name,
             shape=tuple(cuts[0][0]),
             dtype=spec.dtype,
             shards=_dealt(cuts),
             into=spec.name,
         )
-    return Layout(tensors=held, aliases=dict(flat.aliases))
+    return Layout(tensors=layouts, aliases=dict(flat.aliases))
 
 
 def _dealt(cuts: Sequence[RankSlice]) -> Shards:
@@ -111,9 +111,9 @@ def _dealt(cuts: Sequence[RankSlice]) -> Shards:
 
 
 def _local_tensor(name: str, local: T, slice_: RankSlice | None, whose: str) -> LocalTensor[T]:
-    here = tuple(local.shape)
+    local_shape = tuple(local.shape)
     if slice_ is None:
-        return LocalTensor(local, here)
+        return LocalTensor(local, local_shape)
     shape, dim, runs = (
         tuple(slice_[0]),
         slice_[1],
@@ -129,9 +129,10 @@ def _local_tensor(name: str, local: T, slice_: RankSlice | None, whose: str) -> 
                 f" {list(map(list, runs))} along dimension {dim} of {list(shape)}; cut it anew"
             )
         expected[dim] = sum(last - first for first, last in runs)
-    if list(here) != expected:
+    if list(local_shape) != expected:
         raise LayoutMismatch(
-            f"{whose} has another shape for its slice of '{name}'; found {list(here)}, but ranges"
+            f"{whose} has another shape for its slice of '{name}'; found {list(local_shape)}, but"
+            " ranges"
             f" {list(map(list, runs))} along dimension {dim} of {list(shape)} make {expected}; cut"
             " it anew"
         )

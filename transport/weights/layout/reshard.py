@@ -32,90 +32,91 @@ def reshard(source: Layout, destination: Layout) -> CopyPlan:
     holds.
     """
     kinds: dict[tuple[Shards, Shards, str, str], list[tuple[TensorLayout, TensorLayout]]] = {}
-    for name, wanted in destination.tensors.items():
-        if not len(wanted.shards.ranks):
+    for name, target in destination.tensors.items():
+        if not len(target.shards.ranks):
             continue
-        held = _held(source, destination, name, wanted)
-        kinds.setdefault((held.shards, wanted.shards, held.dtype, wanted.dtype), []).append(
-            (held, wanted)
+        origin = _held(source, destination, name, target)
+        kinds.setdefault((origin.shards, target.shards, origin.dtype, target.dtype), []).append(
+            (origin, target)
         )
     turns: dict[bytes, int] = {}
-    made = []
+    copies = []
     for (held_by, wanted_by, _, _), tensors in kinds.items():
-        found = _intersect(held_by, wanted_by)
-        if found is None:
+        kind = _intersect(held_by, wanted_by)
+        if kind is None:
             raise LayoutMismatch(
                 f"a part of '{tensors[0][0].name}' that the destination needs is held by no source"
                 f" rank; found boxes {held_by.start.tolist()[:4]} to {held_by.stop.tolist()[:4]};"
                 " complete the source's layout"
             )
-        made.append((_take_turns(found, len(tensors), turns), tuple(tensors)))
-    return CopyPlan(source, destination, tuple(made))
+        copies.append((_take_turns(kind, len(tensors), turns), tuple(tensors)))
+    return CopyPlan(source, destination, tuple(copies))
 
 
-def _held(source: Layout, destination: Layout, name: str, wanted: TensorLayout) -> TensorLayout:
+def _held(source: Layout, destination: Layout, name: str, target: TensorLayout) -> TensorLayout:
     """The source's tensor that fills the destination's of this name, or of a name that is tied to
     it there.
     """
     names = [name, *(alias for alias, of in destination.aliases.items() if of == name)]
-    travels = dict.fromkeys(source.aliases.get(each, each) for each in names)
-    found = [source.tensors[each] for each in travels if each in source.tensors]
-    if not found:
+    travels = dict.fromkeys(source.aliases.get(tied, tied) for tied in names)
+    candidates = [source.tensors[tied] for tied in travels if tied in source.tensors]
+    if not candidates:
         raise LayoutMismatch(
             f"the destination wants tensor '{name}', which the source does not have; found"
             f" {len(source.tensors)} tensors, first {list(source.tensors)[:3]}; both sides must"
             " describe the same model, by the same names"
         )
-    if len(found) > 1:
+    if len(candidates) > 1:
         raise LayoutMismatch(
             f"the destination ties tensors that the source trains apart; found {names} there, "
-            f"{[held.name for held in found]} at the source; untie them at the destination"
+            f"{[candidate.name for candidate in candidates]} at the source; untie them at the"
+            " destination"
         )
-    if found[0].shape != wanted.shape:
+    if candidates[0].shape != target.shape:
         raise LayoutMismatch(
-            f"tensor '{name}' has two shapes; found {list(found[0].shape)} at the source,"
-            f" {list(wanted.shape)} at the destination; both sides must load the same model"
+            f"tensor '{name}' has two shapes; found {list(candidates[0].shape)} at the source,"
+            f" {list(target.shape)} at the destination; both sides must load the same model"
         )
-    return found[0]
+    return candidates[0]
 
 
 def _take_turns(kind: Kind, tensors: int, turns: dict[bytes, int]) -> Kind:
     """Let the turns of each set of holders go on where the kinds before ended."""
     begin = np.array([turns.get(ranks, 0) for ranks in kind.groups], np.int64)
-    left = np.zeros_like(begin)
-    left[kind.group] = kind.per_tensor % kind.count
-    turns.update(zip(kind.groups, (begin + tensors * left).tolist(), strict=True))
+    remainder = np.zeros_like(begin)
+    remainder[kind.group] = kind.per_tensor % kind.count
+    turns.update(zip(kind.groups, (begin + tensors * remainder).tolist(), strict=True))
     return replace(kind, turn=begin[kind.group])
 
 
 @functools.lru_cache(maxsize=1024)
 def _intersect(source: Shards, destination: Shards) -> Kind | None:
-    """The copies of one tensor; None where a part is held by nobody."""
+    """The copies of one tensor; None where no rank holds some part."""
     low, high, holders, begins = _cells(source)
-    wanted, place = _distinct(destination)
+    distinct, place = _distinct(destination)
     d = low.shape[1]
-    start, stop = wanted[:, :d], wanted[:, d:]
-    overlap = np.ones((len(wanted), len(low)), bool)
+    start, stop = distinct[:, :d], distinct[:, d:]
+    overlap = np.ones((len(distinct), len(low)), bool)
     for dim in range(d):
         overlap &= np.maximum.outer(start[:, dim], low[:, dim]) < np.minimum.outer(
             stop[:, dim], high[:, dim]
         )
     box, cell = np.nonzero(overlap)
     first, last = np.maximum(start[box], low[cell]), np.minimum(stop[box], high[cell])
-    covered = np.bincount(box, np.prod(last - first, axis=1, dtype=np.int64), len(wanted))
+    covered = np.bincount(box, np.prod(last - first, axis=1, dtype=np.int64), len(distinct))
     if (covered != np.prod(stop - start, axis=1, dtype=np.int64)).any():
         return None
     # Every replica of a destination box gets the box's copies.
     replicas = np.argsort(_short(place), kind="stable")
-    per_box = np.bincount(place, minlength=len(wanted))
+    per_box = np.bincount(place, minlength=len(distinct))
     offset = np.concatenate([[0], np.cumsum(per_box)])
     times = per_box[box]
-    which = np.repeat(np.arange(len(box)), times)
-    nth = np.arange(len(which)) - np.repeat(np.cumsum(times) - times, times)
-    to = replicas[offset[box[which]] + nth]
-    order = np.lexsort((_short(cell[which]), _short(to)))
-    which, to = which[order], to[order]
-    return _kind(source, destination, first[which], last[which], to, cell[which], holders, begins)
+    piece = np.repeat(np.arange(len(box)), times)
+    nth = np.arange(len(piece)) - np.repeat(np.cumsum(times) - times, times)
+    to = replicas[offset[box[piece]] + nth]
+    order = np.lexsort((_short(cell[piece]), _short(to)))
+    piece, to = piece[order], to[order]
+    return _kind(source, destination, first[piece], last[piece], to, cell[piece], holders, begins)
 
 
 def _kind(
@@ -172,8 +173,8 @@ def _cells(shards: Shards) -> tuple[Ints, Ints, Ints, Ints]:
         cuts = [np.unique(np.concatenate([low[:, dim], high[:, dim]])) for dim in range(d)]
         corner = np.stack(
             [
-                each.ravel()
-                for each in np.meshgrid(*(np.arange(len(c) - 1) for c in cuts), indexing="ij")
+                grid.ravel()
+                for grid in np.meshgrid(*(np.arange(len(c) - 1) for c in cuts), indexing="ij")
             ]
         )
         low = np.stack([cut[at] for cut, at in zip(cuts, corner, strict=True)], axis=1)
@@ -182,8 +183,8 @@ def _cells(shards: Shards) -> tuple[Ints, Ints, Ints, Ints]:
         for dim in range(d):
             inside &= np.less_equal.outer(low[:, dim], shards.stop[:, dim] - 1)
             inside &= np.greater_equal.outer(low[:, dim], shards.start[:, dim])
-        held = inside.any(axis=1)
-        low, high, holds = low[held], high[held], inside[held]
+        is_held = inside.any(axis=1)
+        low, high, holds = low[is_held], high[is_held], inside[is_held]
     by_rank = np.argsort(shards.ranks, kind="stable")
     if holds is None:
         holders = np.empty(len(place), np.int64)
@@ -201,8 +202,8 @@ def _distinct(shards: Shards) -> tuple[Ints, Ints]:
     boxes = np.concatenate([shards.start, shards.stop], axis=1)
     if not boxes.shape[1]:
         return boxes[:1], np.zeros(len(boxes), np.int64)
-    found, place = np.unique(boxes, axis=0, return_inverse=True)
-    return found, place.reshape(-1)
+    distinct, place = np.unique(boxes, axis=0, return_inverse=True)
+    return distinct, place.reshape(-1)
 
 
 def _disjoint(low: Ints, high: Ints) -> bool:

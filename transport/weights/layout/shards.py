@@ -93,10 +93,10 @@ class Shards:
     @classmethod
     def boxes(cls, ranks: Sequence[int] | Ints, start: Ints, stop: Ints) -> Shards:
         """Boxes that are local tensors of their own; empty ones are left out."""
-        held = (stop > start).all(axis=1)
-        start, stop = start[held].astype(np.int64), stop[held].astype(np.int64)
+        nonempty = (stop > start).all(axis=1)
+        start, stop = start[nonempty].astype(np.int64), stop[nonempty].astype(np.int64)
         return cls(
-            np.asarray(ranks, np.int64)[held], start, stop, np.zeros_like(start), stop - start
+            np.asarray(ranks, np.int64)[nonempty], start, stop, np.zeros_like(start), stop - start
         )
 
     @classmethod
@@ -145,7 +145,7 @@ class Shards:
             )
             count = begin.shape[1]
             low, high, local, row = (
-                np.repeat(each, count, axis=0) for each in (low, high, local, row)
+                np.repeat(array, count, axis=0) for array in (low, high, local, row)
             )
             at = row, np.tile(np.arange(count), len(row) // count)
             first = np.maximum(local[:, dim], begin[at])
@@ -155,16 +155,20 @@ class Shards:
             lengths = end - begin
             local[:, dim] = (np.cumsum(lengths, axis=1) - lengths)[at] + first - begin[at]
             size[:, dim] = lengths.sum(axis=1)
-        held = (high > low).all(axis=1)
-        row = row[held]
+        nonempty = (high > low).all(axis=1)
+        row = row[nonempty]
         return cls(
-            np.asarray(mesh.ranks, np.int64)[row], low[held], high[held], local[held], size[row]
+            np.asarray(mesh.ranks, np.int64)[row],
+            low[nonempty],
+            high[nonempty],
+            local[nonempty],
+            size[row],
         )
 
 
 def _deal(length: Ints, parts: int, place: Ints, ranks: int) -> tuple[Ints, Ints]:
-    """Begin and end [n, parts] of what each place gets of its length [n], dealt out to so many
-    ranks part by part.
+    """Begin and end [n, parts] of each place's share of its length [n], dealt out to so many ranks
+    part by part.
     """
     part = -(-length // parts)
     first = np.minimum(part[:, None] * np.arange(parts), length[:, None])

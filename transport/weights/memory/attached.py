@@ -136,8 +136,8 @@ class Attached:
         return self._mapped[key]
 
     def take(self, mapped: Mapped) -> None:
-        """Make the version in an entered segment the tensors' value, and leave those that they are
-        no views of.
+        """Make the version in an entered segment the tensors' value, and leave segments that none
+        of them views.
         """
         self.torn = True
         try:
@@ -157,9 +157,7 @@ class Attached:
                 before.segment.close()
 
     def let_go(self) -> None:
-        """Close all segments: of what is a view of one only name, shape and dtype are left until
-        the next `take`.
-        """
+        """Close all segments: views keep only name, shape and dtype until the next `take`."""
         if self._inside:
             for parameter, source in self._inside.flips:
                 if parameter.data_ptr() == source.data_ptr():

@@ -74,26 +74,26 @@ def summed(
     """
     if slice_bytes is None:
         return packed(wordsums(buffer, *ranges(layout)))
-    found = np.zeros((len(layout.tensors), 2), np.uint64)
+    sums = np.zeros((len(layout.tensors), 2), np.uint64)
     for index, at, part in _slices(layout, buffer, slice_bytes):
         if part is None:
             yield
         else:
-            found[index] = joined(found[index], pairs(part, [0], [part.numel()])[0], at // 8)
-    return packed(folded(found))
+            sums[index] = joined(sums[index], pairs(part, [0], [part.numel()])[0], at // 8)
+    return packed(folded(sums))
 
 
 def digested(
     layout: FlatLayout, buffer: torch.Tensor, slice_bytes: int | None
 ) -> Generator[None, None, bytes]:
     """Returns xxh3_64 of each tensor in the buffer, packed; yields as `summed` does."""
-    found = [xxhash.xxh3_64() for _ in layout.tensors]
+    digests = [xxhash.xxh3_64() for _ in layout.tensors]
     for index, _, part in _slices(layout, buffer, slice_bytes):
         if part is None:
             yield
         else:
-            found[index].update(part.cpu().numpy().data)
-    return packed([digest.intdigest() for digest in found])
+            digests[index].update(part.cpu().numpy().data)
+    return packed([digest.intdigest() for digest in digests])
 
 
 def whole(steps: Generator[None, None, bytes]) -> bytes:
@@ -105,12 +105,12 @@ def whole(steps: Generator[None, None, bytes]) -> bytes:
             return bytes(end.value)
 
 
-def difference(layout: FlatLayout, found: bytes, published: bytes) -> str | None:
+def difference(layout: FlatLayout, actual: bytes, published: bytes) -> str | None:
     """The tensor whose sum is another than published; None if there is none."""
-    if found == published:
+    if actual == published:
         return None
     for index, spec in enumerate(layout.tensors):
-        if found[8 * index : 8 * index + 8] != published[8 * index : 8 * index + 8]:
+        if actual[8 * index : 8 * index + 8] != published[8 * index : 8 * index + 8]:
             return f"tensor '{spec.name}'"
     return "the list of sums"
 

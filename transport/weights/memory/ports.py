@@ -15,8 +15,8 @@ if TYPE_CHECKING:
 
 
 class WriterSegment(Protocol):
-    """One buffer, seen by the writer. Readers are inside or not; sealed, nobody is and nobody can
-    enter.
+    """One buffer, seen by the writer. Readers enter and leave; a sealed segment is empty and stays
+    so.
     """
 
     key: str
@@ -28,12 +28,12 @@ class WriterSegment(Protocol):
     reads along."""
 
     def seal(self) -> bool:
-        """Shut the gate if nobody is inside; what the segment held is void, and so is `progress`.
-        Never waits.
+        """Close the gate if no reader is inside; the content is void, and so is `progress`. Never
+        waits.
         """
 
     def unseal(self, version: int) -> None:
-        """Open the gate to readers that look for this version (-1: to nobody)."""
+        """Open the gate to readers that look for this version (-1: to none)."""
 
     def retire(self) -> None:
         """No reader can open it any more; those inside keep its memory."""
@@ -93,7 +93,7 @@ class ReaderPort(Protocol):
         """All messages that have arrived. Never waits."""
 
     def send(self, message: ReaderMessage) -> None:
-        """Hand over one message; it may be lost when nobody listens. Never waits."""
+        """Send one message; it may be lost when there is no listener. Never waits."""
 
     def wait(self, timeout_s: float) -> None:
         """Until a message arrives, at most that long."""

@@ -48,8 +48,8 @@ class Verification:
         self._ended = False
 
     def verified(self, offer: Offer) -> bool:
-        """Read one slice more, inside the gate; True when there is none left, and `damage` tells
-        what was found.
+        """Read the next slice, inside the gate; True after the last one, with the result in
+        `damage`.
         """
         if self._steps is None:
             self._steps = self._all(offer)
@@ -72,17 +72,17 @@ class Verification:
         return self._ahead is not None and self._ahead.running
 
     def close(self) -> None:
-        """Stop, and let go of the segment."""
+        """Stop, and release the segment."""
         if self._ahead is not None:
             self._ahead.close()
 
     def _all(self, offer: Offer) -> Generator[None, None, str | None]:
         layout, buffer = self._layout, self._segment.buffer
-        found = yield from self._sums()
-        wrong = buffers.difference(layout, found, offer.sums)
+        packed = yield from self._sums()
+        wrong = buffers.difference(layout, packed, offer.sums)
         if wrong is None and offer.digests:
-            found = yield from buffers.digested(layout, buffer, self._slice_bytes)
-            wrong = buffers.difference(layout, found, offer.digests)
+            packed = yield from buffers.digested(layout, buffer, self._slice_bytes)
+            wrong = buffers.difference(layout, packed, offer.digests)
         return wrong
 
     def _sums(self) -> Generator[None, None, bytes]:

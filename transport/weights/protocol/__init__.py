@@ -1,3 +1,1 @@
-"""What writers and readers of weights say to each other, and when: values and state machines, no
-sockets.
-"""
+"""The protocol between writers and readers of weights: messages and state machines, no sockets."""

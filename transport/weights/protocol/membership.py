@@ -87,8 +87,8 @@ class GroupMember(ABC):
             return []
         self._sent = now
         if self.epoch:
-            held = self.version if self.join.writer == self._writer else -1
-            return [ReaderHeartbeat(epoch=self.epoch, version=held, verified=self._verified)]
+            version = self.version if self.join.writer == self._writer else -1
+            return [ReaderHeartbeat(epoch=self.epoch, version=version, verified=self._verified)]
         self._asked = now
         return [self.join]
 
@@ -106,7 +106,7 @@ class GroupMember(ABC):
 
     @abstractmethod
     def _welcomed(self, message: Welcome) -> Sequence[Any]:
-        """A new epoch begins, or this one was told of twice."""
+        """A Welcome has come: to a new epoch, or to this one again."""
 
     @abstractmethod
     def _ended(self) -> Sequence[Any]:

@@ -38,8 +38,8 @@ class Deadlines(Timing):
 
 
 class FreezeWatch:
-    """Whether the process itself has not run for a while: stopped, or kept from its thread; nobody
-    is late then.
+    """Whether the process itself stood still for a while: stopped, or its thread was starved; then
+    no peer counts as late.
     """
 
     def __init__(self, limit_s: float, now: float) -> None:

@@ -249,16 +249,20 @@ class ReaderRank(GroupMember):
         """What may be adopted, if anything."""
         return GroupVersion(self.offer, self.epoch, self._writer) if self.offer >= 0 else None
 
-    def adopted(self, taken: GroupVersion, held_s: float = 0.0, taken_s: float = 0.0) -> Actions:
+    def adopted(
+        self, group_version: GroupVersion, held_s: float = 0.0, taken_s: float = 0.0
+    ) -> Actions:
         """This version is computed with from now on, though its epoch may be over; the buffer of
         the one before is free. held_s: how long that has kept the rank's loop. taken_s: since it
         began to arrive.
         """
-        self.hold(taken.version, taken.writer)
-        if self.offered != taken:
+        self.hold(group_version.version, group_version.writer)
+        if self.offered != group_version:
             return []
         self.offer = -1
-        done = Committed(epoch=self.epoch, version=taken.version, held_s=held_s, taken_s=taken_s)
+        done = Committed(
+            epoch=self.epoch, version=group_version.version, held_s=held_s, taken_s=taken_s
+        )
         return [done, self._ready_ahead()]
 
     @property
@@ -299,8 +303,8 @@ class ReaderRank(GroupMember):
         return []
 
     def _ready_ahead(self) -> Ready:
-        """A buffer is free for the next round, whatever version that brings: saves the time of
-        asking.
+        """Announce a free buffer for the next round before its version is known: saves a round
+        trip.
         """
         return Ready(epoch=self.epoch, round=self._round + 1)
 

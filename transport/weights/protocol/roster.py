@@ -154,9 +154,9 @@ class Group:
 
     def begin(self, epoch: int) -> None:
         """All ranks are in."""
-        held = {seat.version for seat in self.seats.values()}
+        versions = {seat.version for seat in self.seats.values()}
         self.epoch, self.round, self.offered, self.taking, self.refused = epoch, 0, -1, -1, -1
-        self.version = held.pop() if len(held) == 1 else -1
+        self.version = versions.pop() if len(versions) == 1 else -1
         self.ready, self.known, self.asking = set(), {}, {}
         self.enter(Phase.IDLE, set())
 
@@ -168,7 +168,7 @@ class Group:
     def hold(self, seat: MemberRank, version: int) -> None:
         """The seat's rank computes with this version."""
         seat.version = version
-        if all(each.version == version for each in self.seats.values()):
+        if all(member.version == version for member in self.seats.values()):
             self.version = version
 
     def answered(self, peer: bytes) -> bool:
@@ -187,12 +187,12 @@ class Group:
 
 
 class Roster(ABC):
-    """Who is in. Subclasses say what follows: `_gathered`, `_receive`, and what they send
-    besides.
+    """The present members. Subclasses decide what follows: `_gathered`, `_receive`, and their own
+    messages.
     """
 
     def __init__(self, writer: int, layout: Mapping[str, Any], pace: Timing) -> None:
-        """`writer`: names it. `layout`: as readers are told with their Welcome."""
+        """`writer`: its name. `layout`: as sent to readers with their Welcome."""
         self.pace = pace
         self.faults: dict[str, str] = {}
         """What last ended an epoch, by the group's name."""
@@ -235,9 +235,9 @@ class Roster(ABC):
         seats = [seat for group in self._groups.values() for seat in group.seats.values()]
         gone = [seat.peer for seat in seats if now - seat.heard >= self.pace.gone_s]
         out = [
-            each
+            reply
             for peer in gone
-            for each in self._strike(peer, f"it has said nothing for {self.pace.gone_s:g} s")
+            for reply in self._strike(peer, f"it has said nothing for {self.pace.gone_s:g} s")
         ]
         if now - self._told_at >= self.pace.heartbeat_s:
             self._told_at = now
@@ -245,21 +245,21 @@ class Roster(ABC):
         return out
 
     def lost(self, peer: bytes) -> Outgoing:
-        """The transport says that this peer is gone."""
+        """The transport reports that this peer is gone."""
         return self._strike(peer, "its connection is closed")
 
     def status(self, now: float) -> tuple[ReaderStatus, ...]:
         """Every reader group, in the order of joining."""
-        found = []
+        statuses = []
         for group in sorted(self._groups.values(), key=lambda group: group.order):
             silent_s = max((now - seat.heard for seat in group.seats.values()), default=0.0)
             state = STATES.get(group.phase, "joined")
             if silent_s >= self.pace.silent_s:
                 state = "silent"
             elif group.phase is Phase.IDLE:
-                held = "committed" if group.version >= 0 else "joined"
-                state = "refused" if 0 <= self.newest == group.refused else held
-            found.append(
+                phase = "committed" if group.version >= 0 else "joined"
+                state = "refused" if 0 <= self.newest == group.refused else phase
+            statuses.append(
                 ReaderStatus(
                     name=group.name,
                     epoch=group.epoch,
@@ -268,7 +268,7 @@ class Roster(ABC):
                     silent_s=silent_s,
                 )
             )
-        return tuple(found)
+        return tuple(statuses)
 
     # What the ways to move versions add
 
@@ -289,7 +289,7 @@ class Roster(ABC):
         return ""
 
     def _others(self) -> set[bytes]:
-        """Peers beside the readers, who hear of the end of every epoch."""
+        """Peers besides the readers that are told of the end of every epoch."""
         return set()
 
     # Ranks come and go
@@ -316,8 +316,8 @@ class Roster(ABC):
             out.append((before.peer, Fenced(epoch=group.epoch, replaced=True)))
             del group.seats[join.rank]
         out += self._fence(group)
-        held = join.version if join.writer == self._writer else -1
-        group.seats[join.rank] = MemberRank(peer=peer, join=join, version=held, heard=now)
+        version = join.version if join.writer == self._writer else -1
+        group.seats[join.rank] = MemberRank(peer=peer, join=join, version=version, heard=now)
         return out + self._gathered(group, now)
 
     def _begin(self, group: Group) -> Outgoing:
@@ -350,7 +350,7 @@ class Roster(ABC):
         return [(seat.peer, message)]
 
     def _leave(self, group: Group, peer: bytes) -> Outgoing:
-        """The rank goes, and the epoch ends; whoever stays joins again."""
+        """Remove the rank and end the epoch; the others join again."""
         group.seats = {rank: seat for rank, seat in group.seats.items() if seat.peer != peer}
         out = self._fence(group)
         if not group.seats:
@@ -368,9 +368,9 @@ class Roster(ABC):
         """End the group's epoch; its ranks that live join again, under the next one."""
         if not group.epoch:
             return []
-        told, fenced = group.peers | self._others(), Fenced(epoch=group.epoch, replaced=False)
+        peers, fenced = group.peers | self._others(), Fenced(epoch=group.epoch, replaced=False)
         group.end()
-        return [(peer, fenced) for peer in sorted(told)]
+        return [(peer, fenced) for peer in sorted(peers)]
 
     def _seat(self, peer: bytes) -> tuple[Group | None, MemberRank | None]:
         for group in self._groups.values():

@@ -129,7 +129,9 @@ class Coordinator(Roster):
         return self._receive(group, peer, message, now)
 
     def tick(self, now: float) -> Outgoing:
-        """What is due at this time: signs of life, and the end of what has passed its deadline."""
+        """The messages due at this time: signs of life, and the end of whatever passed its
+        deadline.
+        """
         frozen_s = self._watch.frozen_s(now)
         self._begun += frozen_s
         ends: list[_Source | MemberRank] = [*self._sources.values()]
@@ -142,15 +144,17 @@ class Coordinator(Roster):
             if now - source.heard >= self.pace.gone_s
         ]
         out = [
-            each
+            reply
             for peer in gone
-            for each in self._strike(peer, f"it has said nothing for {self.pace.gone_s:g} s")
+            for reply in self._strike(peer, f"it has said nothing for {self.pace.gone_s:g} s")
         ]
         for group in list(self._groups.values()):
             group.deadline += frozen_s
             if now >= group.deadline:
-                found = f"{len(group.waiting)} of {len(self._all(group))} ranks had not answered"
-                self.faults[group.name] = f"the deadline passed while {group.phase.value}: {found}"
+                progress = f"{len(group.waiting)} of {len(self._all(group))} ranks had not answered"
+                self.faults[group.name] = (
+                    f"the deadline passed while {group.phase.value}: {progress}"
+                )
                 out += self._fence(group)
         absent = sorted(set(range(self._ranks)) - set(self._sources) - self._left)
         if absent and not self.failure and now - self._begun >= self.deadlines.form_s:
@@ -167,28 +171,21 @@ class Coordinator(Roster):
             self._key,
         ) or not 0 <= message.rank < self._ranks:
             same = "the same" if message.key == self._key else "another"
-            found = (
+            difference = (
                 f"rank {message.rank} of {message.ranks} with {same} layout, where rank 0 is one of"
                 f" {self._ranks}"
             )
-            return [
-                (
-                    peer,
-                    Denied(
-                        reason=f"the trainer's ranks differ; found {found}; start them all alike"
-                    ),
-                )
-            ]
-        known, out = self._sources.get(message.rank), Outgoing()
+            reason = f"the trainer's ranks differ; found {difference}; start them all alike"
+            return [(peer, Denied(reason=reason))]
+        before, out = self._sources.get(message.rank), Outgoing()
         if message.writer not in (0, self._writer) or (
-            known and known.peer != peer and message.incarnation < known.incarnation
+            before and before.peer != peer and message.incarnation < before.incarnation
         ):
-            found = f"rank {message.rank} of the trainer that was there before"
-            return [
-                (peer, Denied(reason=f"a trainer starts with all its ranks; found {found}; end it"))
-            ]
-        if known is None or known.peer != peer:
-            for group in list(self._groups.values()) if known else ():
+            difference = f"rank {message.rank} of the trainer that was there before"
+            reason = f"a trainer starts with all its ranks; found {difference}; end it"
+            return [(peer, Denied(reason=reason))]
+        if before is None or before.peer != peer:
+            for group in list(self._groups.values()) if before else ():
                 out += self._fence(group)
             self._sources[message.rank] = _Source(
                 rank=message.rank, peer=peer, incarnation=message.incarnation, heard=now
@@ -235,15 +232,17 @@ class Coordinator(Roster):
                 "this writer sends by rounds; found a reader of segments; open both ends by one"
                 " executor"
             )
-        others = [seat for rank, seat in group.seats.items() if rank != join.rank]
-        differ = any((seat.join.ranks, seat.join.key) != (join.ranks, join.key) for seat in others)
-        if not differ or all(now - seat.heard >= 2 * self.pace.heartbeat_s for seat in others):
+        siblings = [seat for rank, seat in group.seats.items() if rank != join.rank]
+        differ = any(
+            (seat.join.ranks, seat.join.key) != (join.ranks, join.key) for seat in siblings
+        )
+        if not differ or all(now - seat.heard >= 2 * self.pace.heartbeat_s for seat in siblings):
             return ""
-        found = (
-            f"rank {join.rank} of {join.ranks}, beside ranks of {others[0].join.ranks} or of"
+        difference = (
+            f"rank {join.rank} of {join.ranks}, beside ranks of {siblings[0].join.ranks} or of"
             " another layout"
         )
-        return f"group '{group.name}' differs; found {found}; start them all alike"
+        return f"group '{group.name}' differs; found {difference}; start them all alike"
 
     def _others(self) -> set[bytes]:
         return {source.peer for source in self._sources.values()}
@@ -381,8 +380,8 @@ class Coordinator(Roster):
     def _adopted(
         self, group: Group, peer: bytes, message: Committed | ReaderHeartbeat, now: float
     ) -> Outgoing:
-        """A destination rank says what it computes with; it is told again of a version that it may
-        adopt.
+        """A destination rank reports the version that it computes with; a missed `Verified` is sent
+        again.
         """
         if message.version == group.offered:
             sent = self._sent[group.name]
@@ -400,8 +399,8 @@ class Coordinator(Roster):
                 return []
             group.enter(Phase.IDLE, set())
             return self._offer(group, now)
-        told = isinstance(message, Committed) or message.verified == group.offered
-        return [] if told else [(peer, self._verified(group))]
+        is_known = isinstance(message, Committed) or message.verified == group.offered
+        return [] if is_known else [(peer, self._verified(group))]
 
     def _verified(self, group: Group) -> Verified:
         return Verified(

@@ -85,21 +85,21 @@ class SegmentOffers(Roster):
         version = self.abandoned[segment] = self.segments.pop(segment)
         groups = list(self._groups.values()) if version >= 0 else []
         inside = [group for group in groups if version in (group.version, group.taking)]
-        return [each for group in inside for each in self._drop(group)]
+        return [reply for group in inside for reply in self._drop(group)]
 
     def freed(self, segment: str) -> None:
         """The last reader has left an abandoned segment."""
         self.abandoned.pop(segment, None)
 
     def writing(self, segment: str) -> None:
-        """The segment's gate is sealed: whatever it held is gone."""
+        """The segment's gate is sealed: its old content is gone."""
         self._blocked_at = None
         self.segments[segment] = -1
         if self.front and self.front.segment == segment:
             self.front = None
 
     def upcoming(self, segment: str, version: int) -> Outgoing:
-        """The segment is being filled with this version: tell those who could read along."""
+        """The segment is being filled with this version: tell readers that could read along."""
         out: Outgoing = []
         for group in self._groups.values():
             out += self._to(
@@ -120,11 +120,11 @@ class SegmentOffers(Roster):
         """The segment holds this version whole, and its gate is open: offer it to every reader.
         seconds, nbytes: that writing it has taken.
         """
-        kept = list(self._written.items())[1 - KEPT :]
-        self._written = {**dict(kept), version: _Written(now - seconds, seconds, nbytes)}
+        recent = list(self._written.items())[1 - KEPT :]
+        self._written = {**dict(recent), version: _Written(now - seconds, seconds, nbytes)}
         self.segments[segment] = version
         self.front = Offer(epoch=0, version=version, segment=segment, sums=sums, digests=digests)
-        return [each for group in self._groups.values() for each in self._offer(group, now)]
+        return [reply for group in self._groups.values() for reply in self._offer(group, now)]
 
     # Readers
 
@@ -133,12 +133,12 @@ class SegmentOffers(Roster):
 
     def _unfit(self, group: Group, join: Join, now: float) -> str:
         alone = (join.rank, join.ranks) == (0, 1)
-        found = f"rank {join.rank} of {join.ranks}"
+        member = f"rank {join.rank} of {join.ranks}"
         return (
             ""
             if alone
             else (
-                f"this writer serves readers of one rank; found {found}; open both ends by one"
+                f"this writer serves readers of one rank; found {member}; open both ends by one"
                 " executor"
             )
         )
@@ -240,8 +240,8 @@ class SegmentReader(GroupMember):
             self.offer = None
 
     def committed(self, offer: Offer, taken_s: float = 0.0) -> Committed:
-        """The reader computes with the offer's version from now on, so long after it first heard of
-        that.
+        """The reader computes with the offer's version from now on, this long after it first heard
+        of it.
         """
         self._floor = offer.version
         self.hold(offer.version, self._writer)

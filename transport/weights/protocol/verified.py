@@ -1,4 +1,4 @@
-"""What the first rank of a reader tells the others of a version that all of them are to take."""
+"""Messages of a reader's first rank to the others about a version that all of them take."""
 
 from __future__ import annotations
 

@@ -41,7 +41,7 @@ Sums = Mapping[tuple[str, tuple[int, ...]], int]
 
 def place(box: Box) -> tuple[int, ...]:
     """A box as integers."""
-    return tuple(mark for each in box for mark in (each.start, each.stop))
+    return tuple(mark for span in box for mark in (span.start, span.stop))
 
 
 @functools.lru_cache(maxsize=1024)
@@ -57,23 +57,23 @@ def chunks_between(
         plan.copies(source_rank=source_rank, destination_rank=destination_rank),
         key=lambda copy: (
             places[copy.destination_name],
-            [each.start for each in copy.destination_box],
+            [span.start for span in copy.destination_box],
         ),
     )
-    made: list[Chunk] = []
+    chunks: list[Chunk] = []
     fragments: list[Fragment] = []
     end = 0
     for copy in copies:
         for source, destination, nbytes in _split(copy, bucket_bytes):
             offset = -(-end // ALIGNMENT) * ALIGNMENT
             if fragments and offset + nbytes > bucket_bytes:
-                made.append(Chunk(tuple(fragments), end))
+                chunks.append(Chunk(tuple(fragments), end))
                 fragments, offset = [], 0
             fragments.append(Fragment(copy, source, destination, offset, nbytes))
             end = offset + nbytes
     if fragments:
-        made.append(Chunk(tuple(fragments), end))
-    return tuple(made)
+        chunks.append(Chunk(tuple(fragments), end))
+    return tuple(chunks)
 
 
 def split_shape(shape: tuple[int, ...], item_bytes: int, most: int) -> list[Box]:
@@ -93,7 +93,7 @@ def _split(copy: Copy, most: int) -> Iterator[tuple[Box, Box, int]]:
     """The copy's boxes at both ends and their bytes, in parts of at most `most` bytes."""
     item = ITEM_BYTES[copy.dtype]
     for part in split_shape(copy.shape, item, most):
-        nbytes = prod(each.stop - each.start for each in part) * item
+        nbytes = prod(span.stop - span.start for span in part) * item
         yield _within(copy.source_box, part), _within(copy.destination_box, part), nbytes
 
 

@@ -93,9 +93,7 @@ class CoordinatorSocket:
             self._release = undo.pop_all()
 
     def send(self, peer: bytes, message: WriterMessage) -> bool:
-        """False when the peer is known to be gone: then it hears nothing of what it was told
-        before, either.
-        """
+        """False when the peer is known to be gone: earlier messages may then be lost, too."""
         frames = self._member(peer).frames(CODEC.encode(message), time.monotonic(), is_kept=True)
         is_there = sent(self.socket, peer, *frames)
         if not is_there:
@@ -103,7 +101,7 @@ class CoordinatorSocket:
         return is_there
 
     def heard(self) -> Iterator[tuple[bytes, bytes]]:
-        """Who says what; what they have missed is sent again."""
+        """Messages with their senders; lost ones are sent and requested again."""
         while frames := arrived(self.socket):
             peer, now = frames[0], time.monotonic()
             with contextlib.suppress(MessageError):
@@ -128,7 +126,7 @@ class MemberSocket:
     def __init__(
         self, address: str, keys: RunKeys | None = None, seek: Callable[[], str] = lambda: ""
     ) -> None:
-        """`seek`: where the coordinator is now; empty where nobody knows."""
+        """`seek`: returns the coordinator's address; empty while unknown."""
         self._address, self._seek, self._numbered = address, seek, Numbered()
         self.socket = (
             LocalAddress(address) if keys is None else HostAddress(address, keys)
@@ -147,7 +145,7 @@ class MemberSocket:
         sent(self.socket, *self._numbered.frames(message, time.monotonic(), is_kept=True))
 
     def heard(self) -> Iterator[bytes]:
-        """What the coordinator says; what it has missed is sent again."""
+        """The coordinator's messages; lost ones are sent and requested again."""
         while frames := arrived(self.socket):
             now = time.monotonic()
             with contextlib.suppress(MessageError):
@@ -314,14 +312,14 @@ class ControlThread(threading.Thread):
                 poller.poll(max(1, int(self._heartbeat_s * 250)))
 
     def _follow(self, now: float) -> None:
-        """A coordinator that says nothing may have been started again elsewhere."""
+        """Look for a silent coordinator elsewhere: it may have been restarted."""
         if self._line and now - max(self.member.heard, self._followed) >= 2 * self._heartbeat_s:
             self._followed = now
             self._line.follow()
 
     def _end(self, thread: EpochThread) -> None:
         thread.abort()
-        self._ending = [each for each in self._ending if not each.ended(0.0)] + [thread]
+        self._ending = [older for older in self._ending if not older.ended(0.0)] + [thread]
 
     def _hear(self) -> None:
         with contextlib.suppress(BlockingIOError):

@@ -32,7 +32,7 @@ class EpochTransfers(Protocol):
         """End what runs, from another thread; never waits long."""
 
     def close(self) -> None:
-        """Let go of what it holds, in its own thread: nothing runs any more."""
+        """Release its resources, in its own thread: nothing runs any more."""
 
 
 class EpochThread(threading.Thread):
@@ -78,7 +78,7 @@ class EpochThread(threading.Thread):
             self._break_off()
 
     def abort(self) -> None:
-        """End it all; returns at once, whatever the thread is in."""
+        """End everything; returns at once, whatever the thread is doing."""
         self._over.set()
         self._jobs.put(None)
         self._break_off()

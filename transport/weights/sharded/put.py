@@ -59,9 +59,7 @@ def peer_memory(
 
 
 class Deposit:
-    """A chunk that its sender writes into the receiver's buffer; the message tells that it is
-    there.
-    """
+    """A chunk that its sender writes into the receiver's buffer; the message announces it."""
 
     def __init__(
         self, peer: int, tag: int, chunk: Chunk, ours: Tensors, theirs: Tensors, threads: int
@@ -71,11 +69,13 @@ class Deposit:
         self.data = torch.zeros(1, dtype=torch.uint8)
         parts = chunk.fragments
         sources = [ours[part.copy.source_name].detach()[part.source] for part in parts]
-        there = [theirs[part.copy.destination_name][part.destination] for part in parts]
+        targets = [theirs[part.copy.destination_name][part.destination] for part in parts]
         self._keys = [(part.copy.source_name, place(part.source)) for part in parts]
-        self._same = all(a.dtype == b.dtype for a, b in zip(sources, there, strict=True))
-        shaped = [source.view(target.shape) for source, target in zip(sources, there, strict=True)]
-        self._copier = Copier(there, shaped, threads=threads)
+        self._same = all(a.dtype == b.dtype for a, b in zip(sources, targets, strict=True))
+        shaped = [
+            source.view(target.shape) for source, target in zip(sources, targets, strict=True)
+        ]
+        self._copier = Copier(targets, shaped, threads=threads)
 
     def pack(self) -> list[int]:
         """Write it; the checksum of each fragment."""
@@ -85,8 +85,8 @@ class Deposit:
         """The checksums made when the tensors were copied; None where they are not of these
         fragments.
         """
-        found = [sums.get(key, -1) for key in self._keys] if sums and self._same else [-1]
-        return None if -1 in found else found
+        values = [sums.get(key, -1) for key in self._keys] if sums and self._same else [-1]
+        return None if -1 in values else values
 
     def sums(self) -> list[int]:
         """None: `pack` makes them."""
@@ -94,7 +94,7 @@ class Deposit:
 
 
 class DepositedChunk:
-    """A chunk in this rank's buffer, of which a message tells that it is there."""
+    """A chunk in this rank's buffer, announced by a message."""
 
     def __init__(self, peer: int, tag: int, chunk: Chunk, ours: Tensors) -> None:
         self.peer, self.tag = peer, tag
@@ -157,11 +157,11 @@ class Deposits:
         """
         places = self._places.heard(deadline)
         self._places = self._asked()
-        told = {peer: _told(words) for peer, words in places.items()}
+        decoded = {peer: _told(words) for peer, words in places.items()}
         return in_turns(
             {
                 peer: self._steps_to(peer, place, key, tensors)
-                for peer, place in told.items()
+                for peer, place in decoded.items()
                 if place
             },
             self._first,
@@ -176,17 +176,17 @@ class Deposits:
     def _asked(self) -> Hearing:
         return self._exchange.hear(dict.fromkeys(self._chunks, HANDLE_WORDS))
 
-    def _steps_to(self, peer: int, told: bytes, key: int, tensors: Tensors) -> list[Deposit]:
-        opened = recent(self._opened[peer], told, lambda: self._open(peer, told), _Opened.close)
+    def _steps_to(self, peer: int, body: bytes, key: int, tensors: Tensors) -> list[Deposit]:
+        opened = recent(self._opened[peer], body, lambda: self._open(peer, body), _Opened.close)
         return recent(opened.steps, key, lambda: self._compiled(peer, tensors, opened))
 
-    def _open(self, peer: int, told: bytes) -> _Opened:
-        buffer, flat = self._memory.open(CODEC.decode(told).handle), self._flats[peer]
+    def _open(self, peer: int, body: bytes) -> _Opened:
+        buffer, flat = self._memory.open(CODEC.decode(body).handle), self._flats[peer]
         if len(buffer.buffer) != flat.nbytes:
-            found = len(buffer.buffer)
+            nbytes = len(buffer.buffer)
             buffer.close()
             raise SegmentError(
-                f"the buffer of a receiver is not laid out as its layout says; found {found} bytes"
+                f"the buffer of a receiver is not laid out as its layout says; found {nbytes} bytes"
                 f" for {flat.nbytes}; trainer and generators must run the same release"
             )
         return _Opened(buffer, flat)
@@ -244,10 +244,10 @@ class Arrivals:
         )
 
 
-def _words(told: bytes) -> list[int]:
-    assert len(told) <= 8 * HANDLE_WORDS - 8, "a handle is short"
-    words: list[int] = np.frombuffer(told.ljust(8 * HANDLE_WORDS - 8, b"\0"), "<i8").tolist()
-    return [len(told), *words]
+def _words(body: bytes) -> list[int]:
+    assert len(body) <= 8 * HANDLE_WORDS - 8, "a handle is short"
+    words: list[int] = np.frombuffer(body.ljust(8 * HANDLE_WORDS - 8, b"\0"), "<i8").tolist()
+    return [len(body), *words]
 
 
 def _told(words: Sequence[int]) -> bytes:

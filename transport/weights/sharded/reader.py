@@ -226,9 +226,9 @@ class ShardedReader:
     def decline(self) -> None:
         """Let go of the version held, if any; it is offered again, or a newer one is."""
         with self._control.changed:
-            held, self._held = self._held, None
-            if held is not None and self._buffers is not None:
-                self._buffers.hold(held.version, held.epoch, still=False)
+            current, self._held = self._held, None
+            if current is not None and self._buffers is not None:
+                self._buffers.hold(current.version, current.epoch, still=False)
                 self._announced = -1
                 self._announce()
 
@@ -243,14 +243,14 @@ class ShardedReader:
         with self._control.changed:
             if self._held is not None:
                 began = self._held_at
-            taken = self._held or self._member.offered
-            if taken is not None and self._buffers is not None:
+            offer = self._held or self._member.offered
+            if offer is not None and self._buffers is not None:
                 self._torn = True
-                self._buffers.adopt(taken.version, taken.epoch)
+                self._buffers.adopt(offer.version, offer.epoch)
                 self._torn, self._held = False, None
                 now = self._clock()
-                self._control.act(self._member.adopted(taken, now - began, now - self._arriving_at))
-                self._control.prepare(taken.epoch)
+                self._control.act(self._member.adopted(offer, now - began, now - self._arriving_at))
+                self._control.prepare(offer.epoch)
         return self.version
 
     def wait(self, version: int, timeout_s: float) -> int:
@@ -271,15 +271,15 @@ class ShardedReader:
                 self.adopt()
             if self.version >= version:
                 return self.version
-            left = deadline - self._clock()
-            if left <= 0:
+            remaining_s = deadline - self._clock()
+            if remaining_s <= 0:
                 break
             with self._control.changed:
                 if self._member.offer < 0:
-                    self._control.changed.wait(min(left, 0.05))
-        heard = self._member.heard >= begun
+                    self._control.changed.wait(min(remaining_s, 0.05))
+        is_alive = self._member.heard >= begun
         raise waited(
-            f"rank {self.rank} of group '{self.name}'", version, timeout_s, self.version, heard
+            f"rank {self.rank} of group '{self.name}'", version, timeout_s, self.version, is_alive
         )
 
     def close(self) -> None:
@@ -304,7 +304,7 @@ class ShardedReader:
             return VerifiedOffer(version=offered.version, segment=_segment(offered))
 
     def _announce(self) -> None:
-        """Wake whoever polls once for each version that may be adopted."""
+        """Wake pollers once for each version that may be adopted."""
         if self._member.offer != self._announced:
             self._announced = self._member.offer
             if self._announced >= 0:
@@ -336,11 +336,11 @@ class Receiving:
         self, reader: ShardedReader, buffers: ReceiveBuffers, form: FormGroup, meeting: Meeting
     ) -> None:
         plan = reshard(Layout.from_plain(form.layout), reader.layout)
-        found = {
+        by_peer = {
             of: chunks_between(plan, of, reader.rank, form.bucket_bytes)
             for of in range(form.sources)
         }
-        self._chunks = {peer: cut for peer, cut in found.items() if cut}
+        self._chunks = {peer: cut for peer, cut in by_peer.items() if cut}
         self._depth = max(DEPTH, len(self._chunks))
         self._first = reader.rank % form.sources
         self._epoch = form.epoch
@@ -398,7 +398,7 @@ class Receiving:
         self._exchange.abort()
 
     def close(self) -> None:
-        """Let go of the buffers, which are the reader's."""
+        """Release the buffers, which are the reader's."""
         self._steps.clear()
         if self._arrivals is not None:
             self._arrivals.close()

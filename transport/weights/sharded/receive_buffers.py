@@ -59,9 +59,9 @@ class ReceiveBuffers:
         self._view, self._device = view, device
         self._targets: dict[str, list[torch.Tensor]] = {}
         if self._flat is not None:
-            found = self._flat.arrange(tensors, f"rank {rank} of the reader group")
+            by_spec = self._flat.arrange(tensors, f"rank {rank} of the reader group")
             self._targets = {
-                spec.name: tied for spec, tied in zip(self._flat.tensors, found, strict=True)
+                spec.name: tied for spec, tied in zip(self._flat.tensors, by_spec, strict=True)
             }
         self._partial = _partial(layout, rank)
         self._buffers: list[Buffer] = []
@@ -74,9 +74,9 @@ class ReceiveBuffers:
 
     @property
     def has_room(self) -> bool:
-        """Whether one version more can be received, and no more than two are held then."""
+        """Whether one version more can be received, with at most two held then."""
         return not self.is_empty and (
-            len(self._buffers) < 2 or any(each.use == "free" for each in self._buffers)
+            len(self._buffers) < 2 or any(buffer.use == "free" for buffer in self._buffers)
         )
 
     def take(self, epoch: int, shared: PeerMemory | None) -> Buffer | None:
@@ -88,9 +88,14 @@ class ReceiveBuffers:
             if old.use == "whole" and old.epoch <= epoch:
                 old.use = "free"
         free = next(
-            (each for each in self._buffers if each.use == "free" and each.shared is shared), None
+            (
+                buffer
+                for buffer in self._buffers
+                if buffer.use == "free" and buffer.shared is shared
+            ),
+            None,
         )
-        self._keep([each for each in self._buffers if each.use != "free" or each is free])
+        self._keep([buffer for buffer in self._buffers if buffer.use != "free" or buffer is free])
         if free is not None:
             free.use = "receiving"
         return free
@@ -114,8 +119,10 @@ class ReceiveBuffers:
         """The one with the newest version verified in this epoch, which `take` may have given out
         to be overwritten.
         """
-        held = [each for each in self._buffers if each.epoch == epoch and each.version >= 0]
-        return max(held, key=lambda each: each.version, default=None)
+        verified = [
+            buffer for buffer in self._buffers if buffer.epoch == epoch and buffer.version >= 0
+        ]
+        return max(verified, key=lambda buffer: buffer.version, default=None)
 
     def give_back(self, buffer: Buffer, epoch: int, version: int, state: str) -> None:
         """A transfer into it has ended in this epoch.
@@ -125,18 +132,18 @@ class ReceiveBuffers:
         buffer.use, buffer.epoch = ("whole" if state == WHOLE else "free"), epoch
         buffer.version = version if state == WHOLE else -1
         if state == BROKEN:
-            self._keep([each for each in self._buffers if each is not buffer])
+            self._keep([candidate for candidate in self._buffers if candidate is not buffer])
 
     def close(self) -> None:
         """Let go of all; the attached tensors keep their memory."""
         self._keep([])
         self._targets.clear()
 
-    def _keep(self, kept: list[Buffer]) -> None:
-        for each in self._buffers:
-            if each.own is not None and each not in kept:
-                each.own.release()
-        self._buffers = kept
+    def _keep(self, remaining: list[Buffer]) -> None:
+        for buffer in self._buffers:
+            if buffer.own is not None and buffer not in remaining:
+                buffer.own.release()
+        self._buffers = remaining
 
     def hold(self, version: int, epoch: int, *, still: bool) -> None:
         """Keep this version though newer ones come, or, unless `still`, no longer than until
@@ -164,14 +171,16 @@ class ReceiveBuffers:
             buffers.copy([target for target, _ in copies], [source for _, source in copies])
         for target, source in flips:
             target.data = source
-        for each in self._buffers:
-            if each.use == "front":
-                each.use = "free"
+        for older in self._buffers:
+            if older.use == "front":
+                older.use = "free"
         buffer.use = "front" if flips else "free"
 
     def _whole(self, version: int, epoch: int) -> Buffer:
-        found = (each for each in self._buffers if each.use in ("whole", "held"))
-        return next(each for each in found if (each.version, each.epoch) == (version, epoch))
+        complete = (buffer for buffer in self._buffers if buffer.use in ("whole", "held"))
+        return next(
+            buffer for buffer in complete if (buffer.version, buffer.epoch) == (version, epoch)
+        )
 
 
 def _flat(layout: Layout, rank: int) -> FlatLayout | None:
@@ -191,9 +200,11 @@ def _flat(layout: Layout, rank: int) -> FlatLayout | None:
 
 def _partial(layout: Layout, rank: int) -> list[str]:
     """Local tensors of which the layout does not describe every element."""
-    left = {name: int(torch.Size(shape).numel()) for name, (shape, _) in layout.local(rank).items()}
-    for held in layout.tensors.values():
-        shards = held.shards
+    uncovered = {
+        name: int(torch.Size(shape).numel()) for name, (shape, _) in layout.local(rank).items()
+    }
+    for tensor in layout.tensors.values():
+        shards = tensor.shards
         for row in (shards.ranks == rank).nonzero()[0]:
-            left[held.into] -= int((shards.stop[row] - shards.start[row]).prod())
-    return [name for name, missing in left.items() if missing > 0]
+            uncovered[tensor.into] -= int((shards.stop[row] - shards.start[row]).prod())
+    return [name for name, missing in uncovered.items() if missing > 0]

@@ -47,8 +47,8 @@ class Meeting:
 
 
 class CoordinatorStore:
-    """Values that ranks put and ask for over the line, where only members with the keys of the run
-    are heard.
+    """Values that ranks put and get over the line, which only members with the run's keys
+    can use.
     """
 
     def __init__(self, epoch: int, send: Callable[[Put | GetValue], None]) -> None:
@@ -109,7 +109,7 @@ class StoppableStore(dist.Store):  # type: ignore[name-defined, misc]
         return bool(self._store.check(keys))
 
     def has_extended_api(self) -> bool:
-        """It has what is needed here, and no more."""
+        """Only the methods needed here."""
         return False
 
     def wait(self, keys: list[str], timeout: datetime.timedelta | None = None) -> None:

@@ -25,8 +25,8 @@ class Staging(Protocol):
     def versions(self) -> set[int]:
         """Those that are whole."""
 
-    def free(self, kept: Set[int]) -> bool:
-        """Make room for one more without touching those in `kept`; False when there is none."""
+    def free(self, versions: Set[int]) -> bool:
+        """Make room for one more without touching those in `versions`; False when there is none."""
 
     def fill(self, version: int, tensors: Tensors) -> None:
         """Put a version into the room that `free` has made."""
@@ -63,9 +63,9 @@ class Snapshots:
         """Those that are whole."""
         return {version for version in self._held if version >= 0}
 
-    def free(self, kept: Set[int]) -> bool:
-        """Make room without touching those in `kept`; False when there is none."""
-        open_ = [at for at, version in enumerate(self._held) if version not in kept]
+    def free(self, versions: Set[int]) -> bool:
+        """Make room without touching those in `versions`; False when there is none."""
+        open_ = [at for at, version in enumerate(self._held) if version not in versions]
         if len(self._held) < 2:
             self._held.append(-1)
             self._room = len(self._held) - 1
@@ -83,8 +83,8 @@ class Snapshots:
                 self._add(self._flat)
             sources = [tensors[name].detach()[box] for name, box in self._parts]
             with buffers.copying(self._threads):
-                found = self._copiers[self._room].run(sources)
-            self._sums[self._room] = dict(zip(self._keys, found, strict=True))
+                sums = self._copiers[self._room].run(sources)
+            self._sums[self._room] = dict(zip(self._keys, sums, strict=True))
         self._held[self._room] = version
 
     def of(self, version: int) -> tuple[int, Tensors]:
@@ -119,9 +119,9 @@ class BorrowedTensors:
         """Those that are whole."""
         return {self._version} - {-1}
 
-    def free(self, kept: Set[int]) -> bool:
-        """Make room without touching those in `kept`; False when there is none."""
-        if self._version in kept:
+    def free(self, versions: Set[int]) -> bool:
+        """Make room without touching those in `versions`; False when there is none."""
+        if self._version in versions:
             return False
         self._version = -1
         return True

@@ -85,8 +85,8 @@ class ChunkMessage:
         """The checksums made when the tensors were copied; None where they are not of these
         fragments.
         """
-        found = [sums.get(key, -1) for key in self._keys] if sums and self._same else [-1]
-        return None if -1 in found else found
+        values = [sums.get(key, -1) for key in self._keys] if sums and self._same else [-1]
+        return None if -1 in values else values
 
     def unpack(self) -> list[int]:
         """Put what was received into its places; the checksum of each fragment as it came."""
@@ -94,9 +94,9 @@ class ChunkMessage:
             return self.sums()
         if self._same:
             return self._copier.run()
-        found = self.sums()
+        sums = self.sums()
         self._copier.run()
-        return found
+        return sums
 
     def sums(self) -> list[int]:
         """The checksum of each fragment of the message."""
@@ -107,7 +107,7 @@ def recent(
     cache: dict[Key, Compiled],
     key: Key,
     make: Callable[[], Compiled],
-    end: Callable[[Compiled], object] = lambda made: None,
+    end: Callable[[Compiled], object] = lambda compiled: None,
 ) -> Compiled:
     """What was made for a buffer of this key; of the two last ones only. `end`: of what is
     forgotten.
@@ -180,7 +180,7 @@ def step_of(
         fragments.append((fragment, tensor[box]))
         loose.append(
             sending
-            or all(each.stop == length for each, length in zip(box, tensor.shape, strict=True))
+            or all(span.stop == length for span, length in zip(box, tensor.shape, strict=True))
         )
     return ChunkMessage(
         peer, tag, chunk.nbytes, fragments, _run(fragments, loose, chunk.nbytes, device)

@@ -72,19 +72,18 @@ class Cancelled(RuntimeError):
 
 
 class Hearing:
-    """Numbers that peers tell: asked for in advance, a message costs nobody a wait for the
-    other.
-    """
+    """Numbers from peers: as they are requested in advance, a message makes neither side wait."""
 
     def __init__(self, exchange: GroupExchange, counts: Mapping[int, int]) -> None:
         self._exchange = exchange
         self._numbers = {peer: exchange._numbers([0] * count) for peer, count in counts.items()}
         self._works = [
-            exchange._group.receive(each, peer, NUMBERS_TAG) for peer, each in self._numbers.items()
+            exchange._group.receive(numbers, peer, NUMBERS_TAG)
+            for peer, numbers in self._numbers.items()
         ]
 
     def heard(self, deadline: float) -> dict[int, list[int]]:
-        """By peer, once all have told theirs."""
+        """By peer, once all numbers have arrived."""
         for work in self._works:
             self._exchange._wait(work, deadline)
         return {peer: numbers.tolist() for peer, numbers in self._numbers.items()}
@@ -104,8 +103,8 @@ class Arriving:
         for step in steps:
             self.names.setdefault(step.peer, []).extend(step.names)
         self.sums = {
-            peer: torch.empty(len(found), dtype=torch.int64, device=device)
-            for peer, found in self.names.items()
+            peer: torch.empty(len(names), dtype=torch.int64, device=device)
+            for peer, names in self.names.items()
         }
         """As the peers made them, once the last of `works` are done."""
         self.works: list[Any] = []
@@ -176,23 +175,25 @@ class GroupExchange:
         self._group.abort()
 
     def agree(
-        self, told: Mapping[int, Sequence[int]], counts: Mapping[int, int], deadline: float
+        self, by_peer: Mapping[int, Sequence[int]], counts: Mapping[int, int], deadline: float
     ) -> dict[int, list[int]]:
-        """Tell each peer these numbers, and hear as many of each as `counts` says."""
-        telling, hearing = self.tell(told), self.hear(counts)
+        """Send each peer these numbers, and receive as many from each as `counts` says."""
+        telling, hearing = self.tell(by_peer), self.hear(counts)
         for work in telling:
             self._wait(work, deadline)
         return hearing.heard(deadline)
 
     def hear(self, counts: Mapping[int, int]) -> Hearing:
-        """Ask each peer for as many numbers as `counts` says."""
+        """Request from each peer as many numbers as `counts` says."""
         return Hearing(self, counts)
 
-    def tell(self, told: Mapping[int, Sequence[int]]) -> list[Any]:
-        """Begin to tell each peer these numbers; what is under way, to be held until it is done."""
+    def tell(self, by_peer: Mapping[int, Sequence[int]]) -> list[Any]:
+        """Begin to send each peer these numbers; returns the works under way, to be kept until they
+        are done.
+        """
         return [
             self._group.send(self._numbers(numbers), peer, NUMBERS_TAG)
-            for peer, numbers in told.items()
+            for peer, numbers in by_peer.items()
         ]
 
     def expect(self, steps: Sequence[Inbound], depth: int) -> Arriving:
@@ -225,10 +226,10 @@ class GroupExchange:
         for number, step in enumerate(steps):
             if number >= depth:
                 self._wait(works[number - depth], deadline)
-            found = step.pack()
+            packed_sums = step.pack()
             works.append(self._group.send(step.data, step.peer, step.tag))
-            sums.setdefault(step.peer, []).extend(step.known(known) or found or step.sums())
-        sent_sums = {peer: _words(found).to(self._device) for peer, found in sums.items()}
+            sums.setdefault(step.peer, []).extend(step.known(known) or packed_sums or step.sums())
+        sent_sums = {peer: _words(values).to(self._device) for peer, values in sums.items()}
         works += [self._group.send(theirs, peer, SUMS_TAG) for peer, theirs in sent_sums.items()]
         for work in works[max(0, len(steps) - depth) :]:
             self._wait(work, deadline)
@@ -239,9 +240,9 @@ class GroupExchange:
         bad: set[str] = set()
         for number, step in enumerate(arriving.steps):
             self._wait(arriving.works[number], deadline)
-            if (made := step.unpack()) is None:
+            if (unpacked := step.unpack()) is None:
                 bad.update(step.names)
-            sums.setdefault(step.peer, []).extend(made or [0] * len(step.names))
+            sums.setdefault(step.peer, []).extend(unpacked or [0] * len(step.names))
             arriving.ask()
         for work in arriving.works[len(arriving.steps) :]:
             self._wait(work, deadline)

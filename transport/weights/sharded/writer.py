@@ -236,8 +236,8 @@ class ShardedWriter:
         deadline = self._clock() + timeout_s
         with self._control.changed:
             self._control.act(self._member.hold(set()))
-            while self._member.kept and (left := deadline - self._clock()) > 0:
-                self._control.changed.wait(min(left, 0.5))
+            while self._member.kept and (remaining_s := deadline - self._clock()) > 0:
+                self._control.changed.wait(min(remaining_s, 0.5))
                 self._check()
             done = not self._member.kept
             self._control.act(self._member.give_up())
@@ -245,7 +245,7 @@ class ShardedWriter:
         return done
 
     def tell(self, note: Note) -> None:
-        """Replace the note that every reader gets; what rank 0 says counts."""
+        """Replace the note that every reader gets; rank 0's counts."""
         self._check()
         with self._control.changed:
             if self._coordinator:
@@ -342,7 +342,7 @@ class Sending:
             )
 
     def prepare(self) -> None:
-        """Nothing: receivers are asked for their places as soon as they have told the last ones."""
+        """Nothing: receivers are asked for their places after each transfer."""
 
     def transfer(self, version: int, deadline: float) -> TransferOutcome:
         """Send a version."""

@@ -356,7 +356,7 @@ def test_adapters_of_peft_go_on_as_peft_computes_them(
         torch.testing.assert_close(logprobs(found).double(), wanted.double(), rtol=0, atol=5e-5)
     outline = outlined_to_train(model)
     assert outline is not None and all(
-        torch.equal(outline.given[name], weight) for name, weight in trained(module).items()
+        torch.equal(outline.values[name], weight) for name, weight in trained(module).items()
     )
     sent(moved(module), merged)  # type: ignore[arg-type]
     torch.testing.assert_close(logprobs(reader), logprobs(module), rtol=0, atol=2e-5)
