@@ -7,7 +7,6 @@ import html
 import json
 import logging
 import secrets
-import socket
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -20,6 +19,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
+from uvicorn.server import ServerState
 
 from dataflow.errors import DataflowError
 from dataflow.live.steering import BODY_BYTES
@@ -66,6 +66,8 @@ READERS = 4
 STEERERS = 2
 """Threads that bring requests to runs, which may take long: nobody who only looks waits for
 them."""
+LAST_TURNS_S = 0.01
+"""In which connections end when the server closes."""
 log = logging.getLogger(__name__)
 
 
@@ -176,25 +178,21 @@ class PageServer:
         """Clients that have not shown the token, in the order in which they came."""
         self.guests: set[PageConnection] = set()
         """Those that have."""
-        self._server = uvicorn.Server(
-            uvicorn.Config(
-                self,
-                interface="asgi3",
-                http=PageConnection,
-                ws="none",
-                lifespan="off",
-                proxy_headers=False,
-                server_header=False,
-                date_header=False,
-                access_log=False,
-                log_config=None,
-                log_level=logging.CRITICAL,
-                backlog=BACKLOG,
-                h11_max_incomplete_event_size=HEAD_BYTES,
-                timeout_graceful_shutdown=0,
-            )
+        self._config = uvicorn.Config(
+            self,
+            interface="asgi3",
+            ws="none",
+            lifespan="off",
+            proxy_headers=False,
+            server_header=False,
+            date_header=False,
+            access_log=False,
+            log_config=None,
+            log_level=logging.CRITICAL,
+            h11_max_incomplete_event_size=HEAD_BYTES,
         )
-        self._serving: asyncio.Task[None] | None = None
+        self._state = ServerState()
+        self._server: asyncio.Server | None = None
         self.port = 0
 
     @property
@@ -206,21 +204,29 @@ class PageServer:
         """Listen. port: 0 for any that is free. Errors: OSError."""
         if not 0 <= port < 1 << 16:
             raise OSError(errno.EINVAL, "ports go from 0 to 65535")
-        listener = socket.create_server(("127.0.0.1", port), backlog=BACKLOG)
-        self.port = listener.getsockname()[1]
-        self._serving = asyncio.create_task(self._server.serve(sockets=[listener]))
+        connect = functools.partial(
+            PageConnection, config=self._config, server_state=self._state, app_state={}
+        )
+        loop = asyncio.get_running_loop()
+        self._server = await loop.create_server(connect, "127.0.0.1", port, backlog=BACKLOG)
+        self.port = self._server.sockets[0].getsockname()[1]
 
     async def run(self) -> None:
-        """Serve until the process is asked to end."""
-        assert self._serving is not None
-        await self._serving
+        """Serve until it is cancelled."""
+        assert self._server is not None
+        await self._server.serve_forever()
 
     async def close(self) -> None:
         """Listen no more, and let go who is being answered."""
-        self._server.should_exit = True
+        # a connection that was just accepted gets its protocol first, and each its end
+        await asyncio.sleep(LAST_TURNS_S)
+        if self._server is not None:
+            self._server.close()
         for connection in [*self.strangers, *self.guests]:
             connection.transport.abort()
-        await self.run()
+        for task in list(self._state.tasks):
+            task.cancel()
+        await asyncio.sleep(LAST_TURNS_S)
         self._readers.shutdown(wait=False)
         self._steerers.shutdown(wait=False)
 
