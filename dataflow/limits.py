@@ -1,8 +1,7 @@
 """How long a run waits, for what: every deadline that a user may have to change, in one place."""
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from dataclasses import dataclass, field
-from typing import Any
 
 from dataflow.errors import DeadlineError, KnobCheck
 
@@ -84,11 +83,6 @@ class Limits(metaclass=KnobCheck):
     """The same while somebody is at work: a model that loads, a first compile, a long step."""
     patience: Patience = field(default_factory=Patience)
     """With workers that die again and again."""
-
-    @classmethod
-    def from_plain(cls, plain: Mapping[str, Any]) -> "Limits":
-        """What `dataclasses.asdict` made of one."""
-        return cls(**{**plain, "patience": Patience(**plain["patience"])})
 
     @property
     def settle_s(self) -> float:

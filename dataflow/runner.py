@@ -295,7 +295,7 @@ def run(
         as_it_was = {
             "steps": steps,
             KEEP: keep_steps,
-            COPIES: copies.to_plain() if copies else None,
+            COPIES: dataclasses.asdict(copies) if copies else None,
         }
         as_it_was |= plan_facts(graph, planned)
         return recorded is not None and not in_one_process and recorded.has(as_it_was)
@@ -347,7 +347,7 @@ def run(
             steps=steps,
             keep_steps=keep_steps,
             listen=listen,
-            copies=copies.to_plain() if copies else {},
+            copies=copies,
             holder=holder,
             limits=limits or Limits(),
             swaps=() if recorded is None else read_swaps(folder),

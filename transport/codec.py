@@ -1,20 +1,53 @@
-"""Messages: frozen dataclasses as MessagePack and back, the protocol and its version in front,
-every field checked.
+"""Messages: classes checked by msgspec, as MessagePack; the protocol and its version stand in
+front.
 """
 
 from __future__ import annotations
 
-from typing import Any, Generic, NoReturn, TypeVar
+from typing import Annotated, Any, Generic, NoReturn, TypeAlias, TypeVar, Union, dataclass_transform
 
-import msgpack
+import msgspec
+import numpy as np
+from msgspec import field
 
 from transport.errors import MessageError
-from transport.forms import SHOWN, Misfit, Natural, Plain, record, shown
 
-__all__ = ["MESSAGE_BYTES", "Codec", "MessageError", "Natural", "Plain"]
+__all__ = [
+    "MESSAGE_BYTES",
+    "Codec",
+    "Message",
+    "MessageError",
+    "Natural",
+    "Plain",
+    "Secret",
+    "field",
+]
 
 MESSAGE_BYTES = 64 << 20
 """The largest message, where a protocol does not name its own bound."""
+Natural = Annotated[int, msgspec.Meta(ge=0)]
+"""A whole number that is not negative."""
+Plain: TypeAlias = Any
+"""None, numbers, text, bytes, and lists and maps of them; what they mean is for the reader of the
+field to check."""
+
+_SHOWN = 60
+"""Bytes of a message that an error shows."""
+
+
+@dataclass_transform(frozen_default=True, field_specifiers=(field,))
+class Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag=True):
+    """A class of messages, or of what stands in one; the annotations of its fields are checked
+    where it arrives. Unions tell such classes apart by their names.
+    """
+
+
+class Secret(Message):
+    """A message that no log may show."""
+
+    def __repr__(self) -> str:
+        return type(self).__name__
+
 
 M = TypeVar("M")
 
@@ -22,14 +55,12 @@ M = TypeVar("M")
 class Codec(Generic[M]):
     """The messages of one protocol: `encode` on one side, `decode` on the other.
 
-    A message travels as `["protocol/version", "Class", {field: value}]`. Its class is a frozen
-    dataclass; its fields are of the types None, bool, int, float, str, bytes, `Natural`, Literal,
-    an enum (by its member's name), tuple, NamedTuple, list, Sequence (a tuple at the other end),
-    dict, Mapping, `Plain`, another frozen dataclass, or unions of these.
+    A message travels as "protocol/version" and, behind that, the map of its fields with the name
+    of its class as `type`. A field has a type that msgspec knows: other messages and frozen
+    dataclasses among them, and arrays of numpy, which arrive writable.
     The version is to be raised when a field means something else than before.
 
-        @dataclass(frozen=True)
-        class Ping:
+        class Ping(Message):
             number: int
 
         codec = Codec("example", 1, Ping)
@@ -41,73 +72,50 @@ class Codec(Generic[M]):
     ) -> None:
         """kinds: the classes of the messages; max_bytes: of one message, on both sides."""
         self._tag, self.max_bytes = f"{protocol}/{version}", max_bytes
-        forms = {kind: record(kind) for kind in kinds}
-        self._lower = {kind: (self._prefix(kind), form.lower) for kind, form in forms.items()}
-        self._lift = {kind.__name__: form.lift for kind, form in forms.items()}
-        assert len(self._lift) == len(kinds), f"two messages of {self._tag} have one name"
+        self._encoder = msgspec.msgpack.Encoder(enc_hook=_lowered)
+        self._decoder = msgspec.msgpack.Decoder(
+            Union[kinds],  # noqa: UP007
+            dec_hook=_lifted,
+            ext_hook=_refuse_extension,
+        )
+        self._head = self._encoder.encode(self._tag)
 
     def encode(self, message: M) -> bytes:
         """The message's bytes. Raises MessageError where they are too many, or a value is one that
         cannot travel.
         """
-        prefix, lower = self._lower[type(message)]
-        assert lower is not None, "a dataclass travels as a map"
         try:
-            packed: bytes = prefix + msgpack.packb(lower(message))
-        except (TypeError, ValueError, OverflowError, AttributeError, KeyError) as error:
+            packed = self._head + self._encoder.encode(message)
+        except (TypeError, ValueError, OverflowError, RecursionError) as error:
             raise MessageError(
                 f"a message '{type(message).__name__}' of {self._tag} cannot be sent; "
-                f"found {shown(message)} ({error}); "
-                f"give its fields values of their types"
+                f"found {error}; give its fields values of their types"
             ) from error
         if len(packed) > self.max_bytes:
             self._too_large(len(packed))
         return packed
 
-    def is_a(self, kind: type[M], data: bytes) -> bool:
+    def is_a(self, kind: type[Message], data: bytes) -> bool:
         """Whether these bytes begin as a message of this kind does; nothing else of them is
         read.
         """
-        return data.startswith(self._lower[kind][0])
+        name = self._encoder.encode({"type": kind.__name__})[1:]
+        map_bytes = 1 if len(kind.__struct_fields__) < 15 else 3
+        return data.startswith(self._head) and data.startswith(name, len(self._head) + map_bytes)
 
     def decode(self, data: Any) -> M:
         """The message that `encode` made bytes of. Raises MessageError for anything else."""
         if len(data) > self.max_bytes:
             self._too_large(len(data))
+        view = memoryview(data)
+        size = len(self._head)
+        if view[:size] != self._head:
+            self._refuse(f"is of another protocol or version; found {bytes(view[:_SHOWN])!r}")
         try:
-            found = msgpack.unpackb(data, strict_map_key=False)
-        except (
-            ValueError,
-            TypeError,
-            RecursionError,
-            MemoryError,
-            msgpack.UnpackException,
-        ) as error:
-            self._refuse(f"cannot be read; found {bytes(data[:SHOWN])!r} ({error})")
-        if (
-            type(found) is not list
-            or len(found) != 3
-            or type(found[0]) is not str
-            or type(found[1]) is not str
-        ):
-            self._refuse(f"cannot be read; found {shown(found)}")
-        tag, name, plain = found
-        if tag != self._tag:
-            self._refuse(f"is of another protocol or version; found {shown(tag)}")
-        if name not in self._lift:
-            self._refuse(
-                f"has an unknown kind; found {shown(name)}, known are {', '.join(self._lift)}"
-            )
-        try:
-            message: M = self._lift[name](plain)
-        except Misfit as misfit:
-            where = ".".join([name, *reversed(misfit.path)])
-            self._refuse(f"does not fit, '{where}' should be {misfit.wanted}; found {misfit.found}")
+            message: M = self._decoder.decode(view[size:])
+        except (ValueError, TypeError, RecursionError, MemoryError) as error:
+            self._refuse(f"does not fit; found: {error}")
         return message
-
-    def _prefix(self, kind: type[M]) -> bytes:
-        """A list of three without its last member."""
-        return msgpack.packb((self._tag, kind.__name__, None))[:-1]  # type: ignore[no-any-return]
 
     def _too_large(self, size: int) -> NoReturn:
         self._refuse(
@@ -116,3 +124,29 @@ class Codec(Generic[M]):
 
     def _refuse(self, what: str, do: str = "run the same release on both sides") -> NoReturn:
         raise MessageError(f"a message of {self._tag} {what}; {do}") from None
+
+
+def _lowered(value: Any) -> Any:
+    """What travels for a value that msgspec does not know."""
+    if isinstance(value, np.ndarray):
+        return value.dtype.str, value.shape, np.ascontiguousarray(value).data
+    if isinstance(value, np.generic):
+        return value.item()
+    for kind in (str, int, float):
+        if isinstance(value, kind):
+            return kind(value)
+    raise TypeError(f"a value of type {type(value).__name__}")
+
+
+def _lifted(kind: Any, value: Any) -> Any:
+    """The array that `_lowered` made a value of."""
+    if (getattr(kind, "__origin__", kind)) is not np.ndarray:
+        raise TypeError(f"no message carries values of type {kind}")
+    dtype, shape, data = value
+    if type(data) is not bytes or type(dtype) is not str or len(dtype) > len("<c16"):
+        raise ValueError("Expected an array")
+    return np.frombuffer(data, dtype).reshape(shape).copy()
+
+
+def _refuse_extension(code: int, data: memoryview) -> NoReturn:
+    raise ValueError(f"Expected a plain value, got an extension of code {code}")

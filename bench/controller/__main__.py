@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+from msgspec import structs
 
 from bench.controller.cast import Call, graph, hosts, planned
 from bench.report import Report
@@ -85,7 +86,7 @@ def _measured(
         address=agents.address,
         keys=keys.to_bytes().hex(),
         hosts=names,
-        built=vars(ours),
+        built=structs.asdict(ours),
         folder=str(folder),
     )
     player = open_.enter_context(_player(call))

@@ -14,6 +14,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from msgspec.structs import asdict
+
 from dataflow.agent.forkserver import WITHOUT_SCHEDULER, Forkserver, Main, open_takeover
 from dataflow.agent.forkserver_messages import (
     CODEC,
@@ -137,7 +139,7 @@ class ForkserverClient:
                 messages = self._connection.arrived()
             except (EOFError, OSError, MessageError):
                 return [{"event": "gone", "name": "forkserver", "pid": self.pid, "status": None}]
-            found = [vars(message) for message in messages if isinstance(message, Notice)]
+            found = [asdict(message) for message in messages if isinstance(message, Notice)]
             self._is_replaced = any(isinstance(message, TakenAway) for message in messages)
         if not self._is_replaced:
             return found
@@ -208,7 +210,7 @@ class TakenOverForkserver(ForkserverClient):
             raise _nobody(takeover, error) from error
         try:
             while isinstance(message := connection.receive(timeout_s), Handed):
-                self.handed.append(vars(message))
+                self.handed.append(asdict(message))
             if isinstance(message, AllHanded):
                 self._hold(connection, Forked(message.pid))
                 self.alone_s, self.number, self.lives = (

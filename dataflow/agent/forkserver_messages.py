@@ -1,16 +1,14 @@
 """What a scheduler and its forkserver say to each other."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any, Literal
 
-from dataflow.system.messages import Codec, Plain
+from dataflow.system.messages import Codec, Message, Plain
 
 # From the scheduler
 
 
-@dataclass(frozen=True)
-class Spawn:
+class Spawn(Message):
     """Fork a worker."""
 
     name: str
@@ -21,23 +19,20 @@ class Spawn:
     """The others wait for its end when no scheduler comes back."""
 
 
-@dataclass(frozen=True)
-class SendSignal:
+class SendSignal(Message):
     """Send a signal to a worker."""
 
     name: str
     number: int
 
 
-@dataclass(frozen=True)
-class Pause:
+class Pause(Message):
     """Let all workers stand still, or go on."""
 
     is_paused: bool
 
 
-@dataclass(frozen=True)
-class Stay:
+class Stay(Message):
     """Keep the workers when the scheduler has ended."""
 
     wait_s: float
@@ -49,21 +44,18 @@ class Stay:
     with."""
 
 
-@dataclass(frozen=True)
-class Alive:
+class Alive(Message):
     """The scheduler's sign of life."""
 
 
-@dataclass(frozen=True)
-class End:
+class End(Message):
     """Kill all workers and end."""
 
 
 # From the forkserver
 
 
-@dataclass(frozen=True)
-class Notice:
+class Notice(Message):
     """What has happened to a worker's process."""
 
     event: Literal["started", "stopped", "continued", "exited"]
@@ -72,8 +64,7 @@ class Notice:
     status: int | None
 
 
-@dataclass(frozen=True)
-class Handed:
+class Handed(Message):
     """To the next scheduler: a worker, as it is."""
 
     name: str
@@ -83,8 +74,7 @@ class Handed:
     alive: bool
 
 
-@dataclass(frozen=True)
-class AllHanded:
+class AllHanded(Message):
     """To the next scheduler: these were all."""
 
     pid: int
@@ -97,8 +87,7 @@ class AllHanded:
     """Whether the last of them lives, though it leads the run no more."""
 
 
-@dataclass(frozen=True)
-class TakenAway:
+class TakenAway(Message):
     """To a scheduler that was silent: another one has the workers."""
 
 

@@ -3,7 +3,6 @@ on as it is.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 from dataflow.agent.forkserver_messages import (
@@ -18,13 +17,12 @@ from dataflow.agent.forkserver_messages import (
     Stay,
     TakenAway,
 )
-from dataflow.system.messages import Codec, Natural, Plain
+from dataflow.system.messages import Codec, Message, Natural, Plain, field
 
 # From an agent
 
 
-@dataclass(frozen=True, kw_only=True)
-class Join:
+class Join(Message, kw_only=True):
     """An agent is there: its host, and how it is reached."""
 
     name: str
@@ -52,8 +50,7 @@ class Join:
     """Where other hosts find out whether they reach it."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Built:
+class Built(Message, kw_only=True):
     """The user's program is imported, its graph built and planned."""
 
     digest: str
@@ -62,32 +59,27 @@ class Built:
     """Digests of the files that the program's own code stands in, by name."""
 
 
-@dataclass(frozen=True)
-class Failed:
+class Failed(Message):
     """The host cannot take part: what is wrong, for people."""
 
     error: str
 
 
-@dataclass(frozen=True)
-class Paused:
+class Paused(Message):
     """All workers stand still, or go on."""
 
     is_paused: bool
 
 
-@dataclass(frozen=True)
-class Leaves:
+class Leaves(Message):
     """Somebody has asked it to end (SIGTERM), and it does so within seconds."""
 
 
-@dataclass(frozen=True)
-class Bye:
+class Bye(Message):
     """All workers have ended, and it ends."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class HandedOver:
+class HandedOver(Message, kw_only=True):
     """Behind a `Handed` for each: these were all workers of the host."""
 
     question: Natural
@@ -96,8 +88,7 @@ class HandedOver:
     """Seconds that they had no scheduler."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class FromWorkers:
+class FromWorkers(Message, kw_only=True):
     """What workers have said, in order: messages of `dataflow.worker.messages` as they sent
     them.
     """
@@ -110,8 +101,7 @@ class FromWorkers:
 # To an agent
 
 
-@dataclass(frozen=True, kw_only=True)
-class Begin:
+class Begin(Message, kw_only=True):
     """Build the graph of the program, plan it over the hosts, and be ready to fork workers."""
 
     launch: Mapping[str, Plain]
@@ -126,8 +116,7 @@ class Begin:
     """How often the run was taken up before."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class HandOver:
+class HandOver(Message, kw_only=True):
     """To an agent that may have workers: say which they are."""
 
     question: Natural
@@ -135,23 +124,20 @@ class HandOver:
     whereabouts: Mapping[str, str]
 
 
-@dataclass(frozen=True, kw_only=True)
-class ToWorkers:
+class ToWorkers(Message, kw_only=True):
     """Messages for workers, in order, as `FromWorkers` has those of workers."""
 
     names: Sequence[str]
     messages: Sequence[bytes]
 
 
-@dataclass(frozen=True)
-class Pace:
+class Pace(Message):
     """How often what workers say of themselves is to be passed on."""
 
     beat_s: float
 
 
-@dataclass(frozen=True)
-class Refused:
+class Refused(Message):
     """The scheduler does not want this agent: why."""
 
     error: str

@@ -11,6 +11,8 @@ import sys
 from pathlib import Path
 from typing import Any, NoReturn
 
+import msgspec
+
 from dataflow.agent.digest import built
 from dataflow.agent.forkserver import Forkserver
 from dataflow.agent.forkserver_messages import SEND_S
@@ -33,7 +35,7 @@ def main(sockets: Path, end: socket.socket) -> None:
     control: Channel[Any] = Channel(end, FORKSERVER, SEND_S)
     begin = control.receive(SEND_S)
     assert isinstance(begin, Begin), "the agent says it first"
-    launch = Launch.from_plain(begin.launch)
+    launch = msgspec.convert(begin.launch, Launch)
 
     def serve(graph: Graph, plan: Plan) -> NoReturn:
         work = ForkWorkload.of(graph, plan)
@@ -42,7 +44,7 @@ def main(sockets: Path, end: socket.socket) -> None:
         clean_up = lambda: shutil.rmtree(sockets, ignore_errors=True)  # noqa: E731
         Forkserver(control, None, work.main, work.preload, clean_up).run()
 
-    HOSTED.set(Hosted(inputs=PlanInputs.from_plain(begin.inputs), serve=serve))
+    HOSTED.set(Hosted(inputs=msgspec.convert(begin.inputs, PlanInputs), serve=serve))
     try:
         launch.run_here()
         error = (

@@ -2,15 +2,16 @@
 hosts see.
 """
 
-import json
 import os
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import BinaryIO
+
+import msgspec
 
 from dataflow.errors import Replaced
+from dataflow.planning.hosts import Host
 from dataflow.system.files import to_json, write_atomically
 from dataflow.system.security import RunKeys
 
@@ -28,8 +29,8 @@ class Rendezvous:
     """Of its socket for agents."""
     number: int
     """How many schedulers there were before it."""
-    hosts: tuple[Mapping[str, Any], ...]
-    """Of the plan, as `Host.to_plain`; none before there is one."""
+    hosts: tuple[Host, ...]
+    """Of the plan; none before there is one."""
 
     def write(self, folder: Path, keys: RunKeys) -> None:
         """Put it, and the run's keys, where agents and successors look. Errors: RunFolderError."""
@@ -43,13 +44,8 @@ class Rendezvous:
     def read(cls, folder: Path) -> "Rendezvous | None":
         """What the last one wrote; None where there is nothing."""
         try:
-            found = json.loads((folder / _FILE).read_bytes())
-            return cls(
-                address=str(found["address"]),
-                number=int(found["number"]),
-                hosts=tuple(found["hosts"]),
-            )
-        except (OSError, ValueError, TypeError, KeyError):
+            return msgspec.json.decode((folder / _FILE).read_bytes(), type=cls)
+        except (OSError, ValueError):
             return None
 
     @classmethod

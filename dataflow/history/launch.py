@@ -19,6 +19,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
 
+import msgspec
+
 from dataflow.errors import GraphError, RunError
 from dataflow.folder.run_folder import RunFolder
 from dataflow.system.files import plain
@@ -94,11 +96,6 @@ class Launch:
         else:
             runpy.run_path(self.file, run_name="__main__")
 
-    @classmethod
-    def from_plain(cls, plain: Mapping[str, Any]) -> "Launch":
-        """A launch from plain values."""
-        return cls(**{**plain, "arguments": tuple(plain["arguments"])})
-
     def _missing(self) -> str:
         """The missing part of it; empty: none."""
         if not Path(self.folder).is_dir():
@@ -148,7 +145,7 @@ def recorded_launch(folder: RunFolder) -> Launch | None:
     from dataflow.history.describe import described
 
     recorded = described(folder)[1].get(KEY)
-    return None if recorded is None else Launch.from_plain(recorded)
+    return None if recorded is None else msgspec.convert(recorded, Launch)
 
 
 def start_again(

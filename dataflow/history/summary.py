@@ -9,6 +9,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeGuard
 
+import msgspec
+
 from dataflow.display import Summary
 from dataflow.display.silence import silence
 from dataflow.folder.copies.store import CONFIG, Copies
@@ -143,7 +145,7 @@ def _is_number(value: Any) -> TypeGuard[float]:
 def _from_copies(
     program: str, config: Mapping[str, Any], times: Mapping[str, Any]
 ) -> tuple[tuple[str, str], ...]:
-    copies = Copies.from_plain(config.get(CONFIG))
+    copies = msgspec.convert(config.get(CONFIG) or None, Copies | None)
     if copies is None or times.get("outcome") == "finished":
         return ()
     return ((f"{program} resume --from '{copies.place}'", "go on where this folder is not seen"),)

@@ -6,6 +6,8 @@ import contextlib
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 
+import msgspec
+
 from dataflow.agent.digest import built
 from dataflow.agent.final_notices import FinalNotices
 from dataflow.agent.messages import Begin
@@ -250,7 +252,7 @@ def _left(request: RunRequest) -> HostedRun | None:
     at, keys = Rendezvous.read(folder), Rendezvous.keys(folder)
     if at is None or keys is None or not at.hosts:
         return None
-    hosts = tuple(map(Host.from_plain, at.hosts))
+    hosts = at.hosts
     agents = Agents(request.listen, keys, folder, at.number + 1, hang_s=request.limits.hang_s)
     server = request.server(agents, None)
     agents.announce(hosts)
@@ -324,7 +326,7 @@ def _begin(request: RunRequest, inputs: PlanInputs, server: HostsControlServer) 
     """What a host is to build."""
     return Begin(
         launch=vars(request.launch),
-        inputs=inputs.to_plain(),
+        inputs=msgspec.to_builtins(inputs),
         whereabouts=asdict(server.whereabouts),
         part=request.part,
     )

@@ -1,14 +1,12 @@
 """What a launcher and the process that speaks to Ray for it say to each other."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from typing import TypeAlias
 
-from dataflow.system.messages import Codec, Natural, Plain
+from dataflow.system.messages import Codec, Message, Natural, Plain, Secret
 
 
-@dataclass(frozen=True, kw_only=True)
-class Connect:
+class Connect(Message, kw_only=True):
     """Become a driver of a cluster."""
 
     address: str
@@ -22,8 +20,7 @@ class Connect:
     wait_s: float
 
 
-@dataclass(frozen=True, kw_only=True)
-class Connected:
+class Connected(Message, kw_only=True):
     """The cluster is there."""
 
     hosts: Natural
@@ -31,27 +28,24 @@ class Connected:
     """This machine's address, as the cluster reaches it."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class PlaceAgents:
+class PlaceAgents(Secret, kw_only=True):
     """Have an agent on each host."""
 
     name: str
     """Of the placement group."""
     scheduler: str
     folder: str
-    keys: bytes = field(repr=False)
+    keys: bytes
     """All three: see `Joining`."""
 
 
-@dataclass(frozen=True)
-class AgentEnded:
+class AgentEnded(Message):
     """One agent has ended by itself, or cannot be had: why."""
 
     why: str
 
 
-@dataclass(frozen=True)
-class Wrong:
+class Wrong(Message):
     """It cannot go on: what is wrong, for people."""
 
     error: str

@@ -10,7 +10,7 @@ import stat
 import sys
 import time
 from collections.abc import Mapping, MutableMapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 import zmq
@@ -21,7 +21,7 @@ from dataflow.errors import DeadlineError, GraphError, RunError
 from dataflow.launchers.launcher import Joining
 from dataflow.launchers.local import Local, Slot
 from dataflow.system.addresses import resolved
-from dataflow.system.messages import MESSAGE_BYTES, Codec, MessageError, Natural
+from dataflow.system.messages import MESSAGE_BYTES, Codec, Message, MessageError, Natural, Secret
 from dataflow.system.security import Guard, RunKeys, endpoint, present
 
 # How a process that knows an address and a secret learns which run it is to join, and with which
@@ -34,20 +34,18 @@ _AGAIN_MS = 500
 """Between two questions; the first may come before somebody is there who answers."""
 
 
-@dataclass(frozen=True)
-class JoinRequest:
+class JoinRequest(Message):
     """A host wants to join."""
 
     rank: Natural
 
 
-@dataclass(frozen=True)
-class JoinReply:
+class JoinReply(Secret):
     """What it has to know."""
 
     scheduler: str
     folder: str
-    keys: bytes = field(repr=False)
+    keys: bytes
 
 
 _ASKS: Codec[JoinRequest] = Codec("dataflow.bootstrap-ask", 1, JoinRequest)

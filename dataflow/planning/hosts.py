@@ -1,13 +1,11 @@
 """What a plan maps onto: this machine, or several hosts, and what these have together."""
 
-import dataclasses
 import re
 from bisect import bisect_right
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
-from typing import Any
 
 from dataflow.errors import GraphError
 
@@ -58,15 +56,6 @@ class Host:
         return {"cpu": self.memory_bytes} | {
             f"cuda:{number}": self.gpu_memory_bytes for number in range(self.gpus)
         }
-
-    def to_plain(self) -> dict[str, Any]:
-        """For JSON and msgpack."""
-        return {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
-
-    @classmethod
-    def from_plain(cls, plain: Mapping[str, Any]) -> "Host":
-        """What `to_plain` made of one. GraphError for numbers that no host has."""
-        return cls(**plain)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -168,16 +157,6 @@ class Devices:
             for host in self.machines
             for device, size in host.room.items()
         }
-
-    def to_plain(self) -> dict[str, Any]:
-        """For JSON and msgpack."""
-        own = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
-        return own | {"hosts": [host.to_plain() for host in self.hosts]}
-
-    @classmethod
-    def from_plain(cls, plain: Mapping[str, Any]) -> "Devices":
-        """What `to_plain` made of one."""
-        return cls(**{**plain, "hosts": tuple(map(Host.from_plain, plain["hosts"]))})
 
 
 def named(hosts: Iterable[str], most: int = 3) -> str:

@@ -18,10 +18,11 @@ class PlanInputs:
     """What `make_plan` takes, by the names of its parameters: `make_plan(graph,
     **inputs.arguments)`.
 
+    >>> import msgspec
     >>> from dataflow import Devices
     >>> from dataflow.planning.inputs import PlanInputs
     >>> inputs = PlanInputs(devices=Devices(cpus=2), scale={100: {"generator": 3}})
-    >>> PlanInputs.from_plain(inputs.to_plain()) == inputs
+    >>> msgspec.convert(msgspec.to_builtins(inputs), PlanInputs) == inputs
     True
     """
 
@@ -41,22 +42,6 @@ class PlanInputs:
     def arguments(self) -> dict[str, Any]:
         """For `make_plan`."""
         return {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
-
-    def to_plain(self) -> dict[str, Any]:
-        """For JSON and msgpack, whose keys are strings."""
-        place = {
-            node: [hosts] if isinstance(hosts, str) else list(hosts)
-            for node, hosts in self.place.items()
-        }
-        scale = [[step, dict(wishes)] for step, wishes in self.scale.items()]
-        return self.arguments | {"devices": self.devices.to_plain(), "scale": scale, "place": place}
-
-    @classmethod
-    def from_plain(cls, plain: Mapping[str, Any]) -> "PlanInputs":
-        """What `to_plain` made of one."""
-        place = {node: tuple(hosts) for node, hosts in plain["place"].items()}
-        devices, scale = Devices.from_plain(plain["devices"]), dict(plain["scale"])
-        return cls(**{**plain, "devices": devices, "scale": scale, "place": place})
 
 
 def digest(value: Any) -> str:

@@ -8,6 +8,8 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from msgspec.structs import asdict
+
 from dataflow.agent.digest import other_program, other_versions, versions
 from dataflow.agent.forkserver_client import Event
 from dataflow.agent.forkserver_messages import (
@@ -200,10 +202,8 @@ class Agents:
         """Say in the run folder where agents find this scheduler, and that it leads the run.
         Errors: RunFolderError.
         """
-        plain = tuple(host.to_plain() for host in hosts)
-        Rendezvous(address=self.address, number=self.number, hosts=plain).write(
-            self._folder, self.keys
-        )
+        rendezvous = Rendezvous(address=self.address, number=self.number, hosts=tuple(hosts))
+        rendezvous.write(self._folder, self.keys)
 
     def assemble(self, count: int, within_s: float) -> None:
         """Wait for so many hosts. Errors: RunError for one that cannot take part; DeadlineError
@@ -442,7 +442,7 @@ class Agents:
                 if isinstance(message, FromWorkers):
                     self.messages.take(name, message)
             case Notice():
-                self._events.append(vars(message) | {"host": name})
+                self._events.append(asdict(message) | {"host": name})
                 if message.event == "exited":
                     agent.handed.pop(message.name, None)
                     if agent.is_clearing:

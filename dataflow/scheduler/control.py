@@ -535,7 +535,7 @@ class Scheduler:
         )
         trains = any(graph.operators[node].trains for node in record.nodes)
         self._server.spawn(
-            record.name, settings.to_plain(), not graph.is_light(record.nodes), trains
+            record.name, dataclasses.asdict(settings), not graph.is_light(record.nodes), trains
         )
 
     def _start_ranks(self, command: events.StartRanks) -> None:
@@ -545,7 +545,7 @@ class Scheduler:
             if host != record.host:
                 settings = dataclasses.replace(self._of(record, host), ranks_at=command.at)
                 self._server.spawn(
-                    _of_ranks(record.name, record.attempt, host), settings.to_plain(), True
+                    _of_ranks(record.name, record.attempt, host), dataclasses.asdict(settings), True
                 )
 
     def _of(self, record: WorkerRecord, host: str) -> Settings:
@@ -560,7 +560,9 @@ class Scheduler:
             rank_hosts=record.rank_hosts,
             swaps=swapping.own(self.table, record),
             changes=tuple(self.table.changes),
-            rank_devices=seating.rank_devices(self.table, record) if record.rank_hosts else (),
+            rank_devices=tuple(seating.rank_devices(self.table, record))
+            if record.rank_hosts
+            else (),
             **place,
         )
 

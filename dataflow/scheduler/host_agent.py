@@ -2,8 +2,10 @@
 
 import re
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
+
+from msgspec import structs
 
 from dataflow.agent.forkserver_messages import Handed, Spawn
 from dataflow.agent.messages import Begin, Built, HandedOver, Join
@@ -146,7 +148,7 @@ def with_addresses(begin: Begin, hosts: Mapping[str, HostAgent], now: float = 0.
         for name, host in hosts.items()
         if (host.lives(now) if now else not host.has_left)
     }
-    return replace(
+    return structs.replace(
         begin, reach_addresses={name: host.join.reach_address for name, host in reached.items()}
     )
 

@@ -2,8 +2,9 @@
 policies share.
 """
 
-import dataclasses
 import signal
+
+from msgspec.structs import replace
 
 from dataflow.errors import RunError, WorkerDied
 from dataflow.folder.faults import STOPPED
@@ -137,7 +138,7 @@ def how(status: int | None) -> str:
 def count(record: WorkerRecord, message: Bye) -> None:
     """Count what has crossed a worker's edges to its end, whether its end is known or not."""
     if record.heartbeat is not None:
-        record.heartbeat = dataclasses.replace(record.heartbeat, crossed=message.crossed)
+        record.heartbeat = replace(record.heartbeat, crossed=message.crossed)
     else:
         record.earlier = {
             **record.earlier,

@@ -6,7 +6,6 @@ import socket
 import stat
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias, TypeVar
 
@@ -16,7 +15,7 @@ from dataflow.agent.rendezvous import KEYS_FILE, Rendezvous
 from dataflow.errors import DataflowError, DeadlineError, RunError
 from dataflow.folder.run_folder import RunFolder
 from dataflow.folder.socket_folder import CONTROL
-from dataflow.system.messages import Codec, MessageError, Natural, Plain
+from dataflow.system.messages import Codec, Message, MessageError, Natural, Plain
 from dataflow.system.processes import user_here
 from dataflow.system.security import RunKeys, present
 
@@ -37,8 +36,7 @@ Facts = dict[str, Any]
 it."""
 
 
-@dataclass(frozen=True)
-class Scale:
+class Scale(Message):
     """Let nodes have so many replicas."""
 
     wishes: Mapping[str, Natural]
@@ -46,24 +44,21 @@ class Scale:
     """The requester, as user@host."""
 
 
-@dataclass(frozen=True)
-class TellFacts:
+class TellFacts(Message):
     """Say what you know of the run."""
 
     stacks: bool = True
     """Ask the workers for their stacks as well, which come later."""
 
 
-@dataclass(frozen=True)
-class StopRun:
+class StopRun(Message):
     """Finish the step under way, write a checkpoint and end."""
 
     by: str = ""
     """The requester, as user@host."""
 
 
-@dataclass(frozen=True)
-class SwapNode:
+class SwapNode(Message):
     """Let another operator take the place of a scorer."""
 
     node: str
@@ -73,8 +68,7 @@ class SwapNode:
     """The requester, as user@host."""
 
 
-@dataclass(frozen=True)
-class SetKnobs:
+class SetKnobs(Message):
     """Let knobs have other values."""
 
     wishes: Mapping[str, Plain]
@@ -83,59 +77,51 @@ class SetKnobs:
     """The requester, as user@host."""
 
 
-@dataclass(frozen=True)
-class KeepCheckpoint:
+class KeepCheckpoint(Message):
     """Let each trainer write a checkpoint that stays, after the step under way."""
 
     by: str
     """The requester, as user@host."""
 
 
-@dataclass(frozen=True)
-class Scaled:
+class Scaled(Message):
     """The request is accepted; the replicas that the nodes have."""
 
     replicas: Replicas
 
 
-@dataclass(frozen=True)
-class FactsTold:
+class FactsTold(Message):
     """As `Facts`."""
 
     facts: Plain
 
 
-@dataclass(frozen=True)
-class Stopping:
+class Stopping(Message):
     """The run will end."""
 
 
-@dataclass(frozen=True)
-class Swapped:
+class Swapped(Message):
     """The operator is in place, or about to be."""
 
     text: str
     """Text for the user."""
 
 
-@dataclass(frozen=True)
-class KnobsSet:
+class KnobsSet(Message):
     """The values count, or will at their next boundary."""
 
     text: str
     """Text for the user."""
 
 
-@dataclass(frozen=True)
-class CheckpointKept:
+class CheckpointKept(Message):
     """The checkpoint is written, or will be."""
 
     text: str
     """Text for the user."""
 
 
-@dataclass(frozen=True)
-class Refused:
+class Refused(Message):
     """Why nothing is done."""
 
     error: str

@@ -7,6 +7,9 @@ from dataclasses import asdict, dataclass, field, fields
 from enum import StrEnum
 from typing import Any
 
+import msgspec
+from msgspec import structs
+
 from dataflow.folder.knob_changes import KnobChange
 from dataflow.folder.swaps import Swap
 from dataflow.graph import Graph
@@ -16,7 +19,7 @@ from dataflow.planning.plan import Plan
 from dataflow.planning.wiring import edges
 from dataflow.scheduler.state_machine import RunStateMachine
 from dataflow.scoring.failure import BY_CAUSE
-from dataflow.worker.messages import Heartbeat, NodeReport, ToWorker, WeightLine
+from dataflow.worker.messages import Heartbeat, ToWorker, WeightLine
 
 # Sums over the heartbeats of all attempts of one worker, as plain values for the display and the
 # doctor.
@@ -48,11 +51,11 @@ def together(earlier: Told, now: Heartbeat | None) -> Told:
     if now is None:
         return {**earlier, "nodes": nodes}
     for name, report in now.nodes.items():
-        plain = {field_.name: getattr(report, field_.name) for field_ in fields(NodeReport)}
+        plain = structs.asdict(report)
         nodes[name] = _added(nodes[name], plain) if name in nodes else plain
     return {
         **earlier,
-        **{field_.name: getattr(now, field_.name) for field_ in fields(Heartbeat)},
+        **structs.asdict(now),
         "nodes": nodes,
     } | {"crossed": {**earlier.get("crossed", {}), **now.crossed}}
 
@@ -90,15 +93,6 @@ class Swaps:
     def following(self) -> int:
         """The number of the next one."""
         return 1 + max((swap.number for swap in self.made), default=0)
-
-    def to_plain(self) -> dict[str, Any]:
-        """Plain values for the next scheduler, as JSON."""
-        return asdict(self)
-
-    @classmethod
-    def from_plain(cls, plain: Mapping[str, Any]) -> "Swaps":
-        """What `to_plain` gave."""
-        return cls(**{**plain, "made": [Swap(**swap) for swap in plain["made"]]})
 
 
 class Life(StrEnum):
@@ -280,26 +274,11 @@ class WorkerRecord:
         """What the next scheduler cannot learn from the forkserver or from heartbeats; for JSON."""
         plain = {name: getattr(self, name) for name in _REMEMBERED}
         plain |= {name: list(plain[name]) for name in _TUPLES}
-        plain["lines"] = {name: asdict(line) for name, line in self.lines.items()}
+        plain["lines"] = {name: structs.asdict(line) for name, line in self.lines.items()}
         return plain | {
             "senders": sorted(self.senders),
             "unconfirmed": list(self.unconfirmed.items()),
         }
-
-    @classmethod
-    def from_plain(cls, plain: Mapping[str, Any]) -> "WorkerRecord":
-        """What `to_plain` gave."""
-        return cls(
-            **{
-                **plain,
-                **{name: tuple(plain[name]) for name in _TUPLES},
-                "senders": set(plain["senders"]),
-                "life": Life(plain["life"]),
-                "membership": Membership(plain["membership"]),
-                "unconfirmed": dict(plain["unconfirmed"]),
-                "lines": {name: WeightLine(**line) for name, line in plain["lines"].items()},
-            }
-        )
 
 
 _OF_THIS_SCHEDULER = {
@@ -346,16 +325,11 @@ class HostRecord:
     def to_plain(self) -> dict[str, Any]:
         """What the next scheduler takes up, for JSON."""
         return {
-            "facts": self.facts.to_plain(),
+            "facts": asdict(self.facts),
             "is_alive": self.is_alive,
             "cause": self.cause,
             "losses": self.losses,
         }
-
-    @classmethod
-    def from_plain(cls, plain: Mapping[str, Any]) -> "HostRecord":
-        """What `to_plain` gave."""
-        return cls(**{**plain, "facts": Host.from_plain(plain["facts"])})
 
 
 @dataclass(frozen=True)
@@ -518,7 +492,7 @@ class Table:
             ],
             "progressed_at": self.progressed_at if self.made else None,
             "hosts": [host.to_plain() for host in self.hosts.values()],
-            "swaps": self.swaps.to_plain(),
+            "swaps": asdict(self.swaps),
             "changes": [asdict(change) for change in self.changes],
         }
 
@@ -526,14 +500,19 @@ class Table:
         """Continue from what `to_plain` of the scheduler before gave."""
         self.run.take_up(plain["run"])
         self.workers = {
-            worker["name"]: WorkerRecord.from_plain(worker) for worker in plain["workers"]
+            worker["name"]: msgspec.convert(
+                {**worker, "unconfirmed": dict(worker["unconfirmed"])}, WorkerRecord
+            )
+            for worker in plain["workers"]
         }
         self.wishes, self.last_ticket = dict(plain["wishes"]), plain["last_ticket"]
         self.schedule = [(step, wishes) for step, wishes in plain["schedule"]]
         self.failures = [Failure(*failure) for failure in plain["failures"]]
-        self.hosts = {host["facts"]["name"]: HostRecord.from_plain(host) for host in plain["hosts"]}
-        self.made, self.swaps = plain["made"], Swaps.from_plain(plain["swaps"])
-        self.changes = [KnobChange(**change) for change in plain["changes"]]
+        self.hosts = {
+            host["facts"]["name"]: msgspec.convert(host, HostRecord) for host in plain["hosts"]
+        }
+        self.made, self.swaps = plain["made"], msgspec.convert(plain["swaps"], Swaps)
+        self.changes = msgspec.convert(plain["changes"], list[KnobChange])
         self.progressed_at = (
             float("-inf") if plain["progressed_at"] is None else plain["progressed_at"]
         )

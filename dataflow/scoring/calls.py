@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from dataflow.scoring.failure import HUNG
-from dataflow.system.messages import Codec
+from dataflow.system.messages import Codec, Message
 
 Call = Callable[..., Any]
 """Makes a call by its number; where calls ask (`PoolSettings.asks`), by its number and an `Ask`."""
@@ -26,16 +26,14 @@ class Ask(Protocol):
         """The clock stands still while the call waits for others: for a session that these hold."""
 
 
-@dataclass(frozen=True)
-class Calls:
+class Calls(Message):
     """Calls to make; the body has their arguments."""
 
     chunk: int
     calls: int
 
 
-@dataclass(frozen=True)
-class Answers:
+class Answers(Message):
     """Calls that were made; the body has the values of those that succeeded, in their order."""
 
     chunk: int
@@ -44,8 +42,7 @@ class Answers:
     """Failures, by call."""
 
 
-@dataclass(frozen=True)
-class CallAsks:
+class CallAsks(Message):
     """A running call asks its owner something, and waits; the body has the question."""
 
     chunk: int
@@ -54,8 +51,7 @@ class CallAsks:
     """Number of the question, within the call."""
 
 
-@dataclass(frozen=True)
-class CallHears:
+class CallHears(Message):
     """The owner's answer, in the body."""
 
     chunk: int
@@ -63,8 +59,7 @@ class CallHears:
     number: int
 
 
-@dataclass(frozen=True)
-class PoolCloses:
+class PoolCloses(Message):
     """Nobody waits for calls any more: those that are under way are cancelled, and give back what
     they hold.
     """

@@ -17,7 +17,6 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Generator, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +34,7 @@ from dataflow.scoring.resting import RestingLimit
 from dataflow.system.channel import Channel
 from dataflow.system.child import Forked, ended_within, fork, let_go_on
 from dataflow.system.interrupts import leave_to_leader
-from dataflow.system.messages import Codec, MessageError
+from dataflow.system.messages import Codec, Message, MessageError
 
 # A pool's process at work: it makes the calls that it is sent, one by one, by threads or by
 # tasks, and answers.
@@ -364,37 +363,32 @@ _GIVE_BACK_S = 2.0
 _RESERVE_MB = 1536
 
 
-@dataclass(frozen=True)
-class ForkProcess:
+class ForkProcess(Message):
     """Fork a process; its end of a channel comes with it."""
 
     process: int
 
 
-@dataclass(frozen=True)
-class EndProcess:
+class EndProcess(Message):
     """End a process."""
 
     process: int
 
 
-@dataclass(frozen=True)
-class Lost:
+class Lost(Message):
     """A process has closed its channel: say how it ended, and end it if it has not."""
 
     process: int
 
 
-@dataclass(frozen=True)
-class Spawned:
+class Spawned(Message):
     """The process runs."""
 
     process: int
     pid: int
 
 
-@dataclass(frozen=True)
-class ProcessEnded:
+class ProcessEnded(Message):
     """The process has ended."""
 
     process: int

@@ -13,6 +13,8 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
 
+import msgspec
+
 from dataflow.errors import RunError
 
 _ADVICE = {
@@ -140,6 +142,8 @@ def plain(value: Any) -> Any:
         return {
             field.name: plain(getattr(value, field.name)) for field in dataclasses.fields(value)
         }
+    if isinstance(value, msgspec.Struct):
+        return plain(msgspec.structs.asdict(value))
     if hasattr(value, "tolist"):
         return plain(value.tolist())
     raise TypeError(

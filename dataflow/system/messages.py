@@ -2,16 +2,28 @@
 that is cut.
 """
 
-from transport.codec import MESSAGE_BYTES, Codec, MessageError, Natural, Plain
+from transport.codec import (
+    MESSAGE_BYTES,
+    Codec,
+    Message,
+    MessageError,
+    Natural,
+    Plain,
+    Secret,
+    field,
+)
 from transport.numbered import Frames, Numbered, first_session
 
 __all__ = [
     "MESSAGE_BYTES",
     "Codec",
     "Frames",
+    "Message",
     "MessageError",
     "Natural",
     "Numbered",
     "Plain",
+    "Secret",
+    "field",
     "first_session",
 ]

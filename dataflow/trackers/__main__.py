@@ -9,13 +9,11 @@ import sys
 from typing import Any
 
 from dataflow.folder.run_folder import RunFolder
-from dataflow.limits import Limits
 from dataflow.system.channel import Channel
 from dataflow.system.interrupts import leave_to_leader
 from dataflow.system.messages import MessageError
 from dataflow.system.priority import step_back
 from dataflow.trackers import messages
-from dataflow.trackers.chosen import ChosenTracker
 from dataflow.trackers.keeper import SEND_S, TrackerKeeper
 from dataflow.trackers.run_process import RunProcess
 
@@ -38,10 +36,10 @@ def main() -> None:
         with contextlib.suppress(OSError):
             run.send(messages.KeeperSays(text=text))
 
-    limits, folder = Limits.from_plain(told.limits), RunFolder.open(told.folder)
+    limits, folder = told.limits, RunFolder.open(told.folder)
     keeper = TrackerKeeper(
         folder,
-        [ChosenTracker.from_plain(each) for each in told.trackers],
+        told.trackers,
         say,
         limits=limits,
         path=told.path,

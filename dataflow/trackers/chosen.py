@@ -64,11 +64,6 @@ class ChosenTracker:
         """What --to calls it."""
         return self.name if self.name in LIBRARIES else f"{self.module}:{self.attribute}"
 
-    @classmethod
-    def from_plain(cls, plain: Mapping[str, Any]) -> "ChosenTracker":
-        """What `dataclasses.asdict` made of one."""
-        return cls(**plain)
-
     def make(self) -> Tracker:
         """The tracker itself. Errors: GraphError."""
         made = _attribute(self.module, self.attribute)

@@ -9,7 +9,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -115,8 +114,8 @@ class TrackersOfRun:
             self._channel.send(
                 messages.KeepTrackers(
                     folder=str(folder.path),
-                    trackers=[asdict(each) for each in chosen],
-                    limits=asdict(self._limits),
+                    trackers=tuple(chosen),
+                    limits=self._limits,
                     path=[each or str(Path.cwd()) for each in sys.path],
                     parent=os.getpid(),
                 )

@@ -1,10 +1,11 @@
 """What a tracker's process, the keeper of all trackers, and the run say to each other."""
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from typing import Any
 
-from dataflow.system.messages import Codec, Plain
+from dataflow.limits import Limits
+from dataflow.system.messages import Codec, Message
+from dataflow.trackers.chosen import ChosenTracker
 
 LONGEST = 600
 """Characters of a text for people."""
@@ -12,54 +13,47 @@ LONGEST = 600
 # From a tracker's process to its keeper
 
 
-@dataclass(frozen=True)
-class TrackerAt:
+class TrackerAt(Message):
     """A sign of life."""
 
     call: str
     """Of the tracker, that begins now; empty: it waits for lines."""
 
 
-@dataclass(frozen=True)
-class TrackerSees:
+class TrackerSees(Message):
     """Where to look."""
 
     text: str
 
 
-@dataclass(frozen=True)
-class TrackerToldOf:
+class TrackerToldOf(Message):
     """A batch was taken in."""
 
     lines: int
 
 
-@dataclass(frozen=True)
-class TrackerFailed:
+class TrackerFailed(Message):
     """It ends."""
 
     call: str
     error: str
 
 
-@dataclass(frozen=True)
-class TrackerDone:
+class TrackerDone(Message):
     """All is told; it ends."""
 
 
 # From the keeper to a tracker's process, and from the run to the keeper
 
 
-@dataclass(frozen=True)
-class RunIsOver:
+class RunIsOver(Message):
     """Tell what is left, and finish."""
 
     outcome: str
     """finished | stopped | failed | died."""
 
 
-@dataclass(frozen=True)
-class LeaveRun:
+class LeaveRun(Message):
     """End, so that another goes on from there later: the run's disk is full, or nobody waits any
     more.
     """
@@ -68,13 +62,12 @@ class LeaveRun:
 # From the run to the keeper
 
 
-@dataclass(frozen=True)
-class KeepTrackers:
+class KeepTrackers(Message):
     """Which trackers of which run."""
 
     folder: str
-    trackers: Sequence[Mapping[str, Plain]]
-    limits: Mapping[str, Plain]
+    trackers: Sequence[ChosenTracker]
+    limits: Limits
     path: Sequence[str]
     """Where modules are found."""
     parent: int
@@ -84,8 +77,7 @@ class KeepTrackers:
 # From the keeper to the run
 
 
-@dataclass(frozen=True)
-class KeeperSays:
+class KeeperSays(Message):
     """For people."""
 
     text: str

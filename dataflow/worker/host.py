@@ -56,8 +56,8 @@ class Settings:
     """Steps the run will make; None: until the prompts end."""
     keep_steps: int | None = None
     """As `Context` has it."""
-    copies: Mapping[str, Any] = field(default_factory=dict)
-    """Where copies of checkpoints go, as `Copies.to_plain` gives it; empty: nowhere."""
+    copies: Copies | None = None
+    """Where copies of checkpoints go; None: nowhere."""
     worker: str = "inline"
     replica: int = 0
     attempt: int = 0
@@ -76,9 +76,9 @@ class Settings:
     """Name of its host; empty: the scheduler's own machine, in a run that has no other."""
     device: str = "cpu"
     """Torch's name of the first device of the process."""
-    rank_hosts: Sequence[str] = ()
+    rank_hosts: tuple[str, ...] = ()
     """Hosts of the ranks of a worker whose ranks are spread over several; empty: all are here."""
-    rank_devices: Sequence[str] = ()
+    rank_devices: tuple[str, ...] = ()
     """Torch's name of each of these ranks' devices, on its host."""
     ranks_at: str = ""
     """For a process in which such ranks begin that are not on the host of the first: where that one
@@ -97,27 +97,12 @@ class Settings:
     before listened."""
     limits: Limits = field(default_factory=Limits)
     """Seconds that it waits for others."""
-    swaps: Sequence[Swap] = ()
+    swaps: tuple[Swap, ...] = ()
     """Operators of this worker that took the place of those in the graph, one of a node."""
-    changes: Sequence[KnobChange] = ()
+    changes: tuple[KnobChange, ...] = ()
     """Knob changes made while the run went on, in order."""
     tries: Swap | None = None
     """The swap that the process only tries."""
-
-    @classmethod
-    def from_plain(cls, plain: Mapping[str, Any]) -> "Settings":
-        """What `to_plain` made of one."""
-        values = {name: tuple(plain[name]) for name in ("rank_hosts", "rank_devices")}
-        values["swaps"] = tuple(Swap(**swap) for swap in plain["swaps"])
-        values["changes"] = tuple(KnobChange(**change) for change in plain["changes"])
-        tries = None if plain["tries"] is None else Swap(**plain["tries"])
-        return cls(
-            **{**plain, **values, "tries": tries, "limits": Limits.from_plain(plain["limits"])}
-        )
-
-    def to_plain(self) -> dict[str, Any]:
-        """For msgpack."""
-        return dataclasses.asdict(self)
 
 
 WriterOf = Callable[[str, Refresh | None], Callable[[Mapping[str, Any]], WeightsOut]]
@@ -395,7 +380,7 @@ class NodeLoops:
             aside=self._aside(name),
             turn_files=self._taking_turns[name].files if name in self._taking_turns else (),
             folder=self.folder,
-            copies=Copies.from_plain(self.settings.copies),
+            copies=self.settings.copies,
             ledger=self.ledger,
             limits=self.settings.limits,
             clock=self._clock,
@@ -439,7 +424,7 @@ def open_ledger(folder: RunFolder, settings: Settings) -> BaseLedger:
         patience_s=settings.limits.adopt_s,
         seek=partial(_seek_ledger, settings.sockets),
         disk=settings.disk,
-        copies=Copies.from_plain(settings.copies),
+        copies=settings.copies,
     )
 
 

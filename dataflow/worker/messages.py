@@ -4,12 +4,11 @@ and checks them.
 
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import TypeAlias
 
 from dataflow.folder.knob_changes import KnobChange
 from dataflow.folder.swaps import Swap
-from dataflow.system.messages import Codec, Plain
+from dataflow.system.messages import Codec, Message, Plain, field
 from dataflow.worker.kept_counts import CrossedByFile
 from dataflow.worker.state_clock import STATES
 
@@ -37,8 +36,7 @@ WHOLE_NUMBERS = (
 # From a worker
 
 
-@dataclass(frozen=True, kw_only=True)
-class WeightLine:
+class WeightLine(Message, kw_only=True):
     """Where the weights of one trainer can be had; `structure.line_of` names it."""
 
     host: str
@@ -47,8 +45,7 @@ class WeightLine:
     """By executor, where readers connect."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Hello:
+class Hello(Message, kw_only=True):
     """It lives, and listens at these addresses."""
 
     attempt: int
@@ -63,25 +60,22 @@ class Hello:
     """Where it waits for those of its ranks that are on other hosts; empty: there are none."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Ready:
+class Ready(Message, kw_only=True):
     """Its operators are built and wired."""
 
     attempt: int
-    notes: Sequence[str] = ()
+    notes: tuple[str, ...] = ()
     """What people should know of how: such as kernels that are off."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Confirmed:
+class Confirmed(Message, kw_only=True):
     """What the message with this ticket asked for is done."""
 
     attempt: int
     ticket: int
 
 
-@dataclass(frozen=True, kw_only=True)
-class NodeReport:
+class NodeReport(Message, kw_only=True):
     """What one node says of itself, and how it spent its time. Errors: ValueError for a status
     nobody could count with.
     """
@@ -116,8 +110,7 @@ class NodeReport:
             )
 
 
-@dataclass(frozen=True, kw_only=True)
-class Heartbeat:
+class Heartbeat(Message, kw_only=True):
     """A sign of life, several times a second."""
 
     attempt: int
@@ -144,16 +137,14 @@ class Heartbeat:
     rss_bytes: int = 0
 
 
-@dataclass(frozen=True, kw_only=True)
-class Stacks:
+class Stacks(Message, kw_only=True):
     """Where its threads are."""
 
     attempt: int
     threads: Sequence[Plain]
 
 
-@dataclass(frozen=True, kw_only=True)
-class Failed:
+class Failed(Message, kw_only=True):
     """It ends with an error."""
 
     attempt: int
@@ -165,8 +156,7 @@ class Failed:
     """Whether it would be there again after a restart."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Tried:
+class Tried(Message, kw_only=True):
     """What came of trying an operator that is to be swapped in."""
 
     attempt: int
@@ -176,8 +166,7 @@ class Tried:
     """Why not."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Bye:
+class Bye(Message, kw_only=True):
     """It ends as it was told."""
 
     attempt: int
@@ -188,8 +177,7 @@ class Bye:
 # To a worker
 
 
-@dataclass(frozen=True, kw_only=True)
-class Wire:
+class Wire(Message, kw_only=True):
     """Where the others listen; it builds its operators with that."""
 
     addresses: Mapping[str, list[str]]
@@ -198,8 +186,7 @@ class Wire:
     """The weight lines that it reads, by name."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Moved:
+class Moved(Message, kw_only=True):
     """A worker was started again, and listens elsewhere now."""
 
     receivers: Mapping[str, str] = field(default_factory=dict)
@@ -210,34 +197,29 @@ class Moved:
     """The weight lines of its trainers, by name."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Start:
+class Start(Message, kw_only=True):
     """Begin to work."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Stop:
+class Stop(Message, kw_only=True):
     """Wind down and end."""
 
 
-@dataclass(frozen=True)
-class NodeCommand:
+class NodeCommand(Message):
     """For the runtime of a node; {"pause": bool} is for the loop around it."""
 
     node: str
     message: Mapping[str, bool | int]
 
 
-@dataclass(frozen=True, kw_only=True)
-class Expect:
+class Expect(Message, kw_only=True):
     """By edge that ends there, how many senders it has had in all; to be confirmed."""
 
     senders: Mapping[str, int]
     ticket: int
 
 
-@dataclass(frozen=True, kw_only=True)
-class SenderEnded:
+class SenderEnded(Message, kw_only=True):
     """By edge that ends there, a replica of its sender that has told the end, be it the attempt
     before.
     """
@@ -245,15 +227,13 @@ class SenderEnded:
     senders: Mapping[str, int]
 
 
-@dataclass(frozen=True, kw_only=True)
-class AddReceivers:
+class AddReceivers(Message, kw_only=True):
     """By edge that begins there, where one receiver more is."""
 
     receivers: Mapping[str, str]
 
 
-@dataclass(frozen=True, kw_only=True)
-class RetireReceivers:
+class RetireReceivers(Message, kw_only=True):
     """By edge that begins there, which receiver gets no more; to be confirmed once it has
     acknowledged all.
     """
@@ -262,20 +242,17 @@ class RetireReceivers:
     ticket: int
 
 
-@dataclass(frozen=True, kw_only=True)
-class ChangeKnobs:
+class ChangeKnobs(Message, kw_only=True):
     """All changes of knobs of the run so far; those that it knows are known."""
 
-    changes: Sequence[KnobChange]
+    changes: tuple[KnobChange, ...]
 
 
-@dataclass(frozen=True, kw_only=True)
-class Heard:
+class Heard(Message, kw_only=True):
     """The answer to a heartbeat."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class AskStacks:
+class AskStacks(Message, kw_only=True):
     """Say where your threads are."""
 
 

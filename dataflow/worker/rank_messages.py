@@ -3,10 +3,9 @@ where they meet.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import TypeAlias
 
-from dataflow.system.messages import Codec, Plain
+from dataflow.system.messages import Codec, Message, Plain
 
 CHUNK_BYTES = 1 << 20
 """Of what two ranks say to each other, at a time."""
@@ -14,8 +13,7 @@ CHUNK_BYTES = 1 << 20
 # From the process on another host
 
 
-@dataclass(frozen=True)
-class Here:
+class Here(Message):
     """It is there, and hears."""
 
     host: str
@@ -23,24 +21,21 @@ class Here:
     """Of its worker."""
 
 
-@dataclass(frozen=True)
-class Started:
+class Started(Message):
     """A rank has a process."""
 
     rank: int
     pid: int
 
 
-@dataclass(frozen=True)
-class Ended:
+class Ended(Message):
     """It has ended; all that it said was passed on."""
 
     rank: int
     status: int
 
 
-@dataclass(frozen=True)
-class Failed:
+class Failed(Message):
     """No rank can be started there: why, for people."""
 
     error: str
@@ -49,49 +44,42 @@ class Failed:
 # From rank 0
 
 
-@dataclass(frozen=True)
-class Prepare:
+class Prepare(Message):
     """Make what ranks run, from this."""
 
     told: Mapping[str, Plain]
 
 
-@dataclass(frozen=True)
-class Start:
+class Start(Message):
     """Start a rank."""
 
     rank: int
 
 
-@dataclass(frozen=True)
-class Hangup:
+class Hangup(Message):
     """Nothing more is said to a rank."""
 
     rank: int
 
 
-@dataclass(frozen=True)
-class Kill:
+class Kill(Message):
     """End a rank."""
 
     rank: int
 
 
-@dataclass(frozen=True)
-class Alive:
+class Alive(Message):
     """Asks nothing; it cannot be sent where nobody is."""
 
 
-@dataclass(frozen=True)
-class Over:
+class Over(Message):
     """All is over."""
 
 
 # Both ways
 
 
-@dataclass(frozen=True)
-class Bytes:
+class Bytes(Message):
     """What a rank, or rank 0, says to the other: a part of its stream."""
 
     rank: int
@@ -101,8 +89,7 @@ class Bytes:
 # From a rank that is to meet the others
 
 
-@dataclass(frozen=True)
-class Set:
+class Set(Message):
     """Keep a value, unless `adds`: then add this number to it."""
 
     ticket: int
@@ -111,8 +98,7 @@ class Set:
     adds: int | None = None
 
 
-@dataclass(frozen=True)
-class Get:
+class Get(Message):
     """Tell these values; wait until all are there, or tell at once what is."""
 
     ticket: int
@@ -120,8 +106,7 @@ class Get:
     waits: bool
 
 
-@dataclass(frozen=True)
-class Delete:
+class Delete(Message):
     """Forget a value."""
 
     ticket: int
@@ -131,8 +116,7 @@ class Delete:
 # To it
 
 
-@dataclass(frozen=True)
-class StoredValues:
+class StoredValues(Message):
     """The values that are there."""
 
     ticket: int

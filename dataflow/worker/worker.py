@@ -3,7 +3,6 @@ told to stop.
 """
 
 import contextlib
-import dataclasses
 import faulthandler
 import os
 import signal
@@ -16,9 +15,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
+import msgspec
 import psutil
 import structlog
 import zmq
+from msgspec.structs import replace
 
 from dataflow.errors import DataflowError, DeadlineError
 from dataflow.folder.whereabouts import Whereabouts
@@ -51,7 +52,7 @@ _LEAST_PATIENCE_S = 5.0
 
 def main(graph: Graph, plan: Plan, plain: Mapping[str, Any]) -> int:
     """Run one worker; the exit status."""
-    settings = Settings.from_plain(plain)
+    settings = msgspec.convert(plain, Settings)
     name = f"{settings.worker}-{settings.replica}" + (
         f"@{settings.host}" if settings.ranks_at else ""
     )
@@ -220,7 +221,7 @@ class Worker:
         now = self._clock()
         turned_s = now - self._turned if self._state == "running" else 0.0
         nodes = {
-            node: dataclasses.replace(
+            node: replace(
                 report,
                 status={**report.status, **self._host.runtimes[node].under_way()},
                 **self._host.loops[node].spent(),
@@ -291,7 +292,7 @@ class Worker:
             return message.receivers[edge] if address in message.before.get(edge, ()) else address
 
         self._retiring = [
-            dataclasses.replace(
+            replace(
                 message,
                 receivers={edge: now(edge, address) for edge, address in message.receivers.items()},
             )

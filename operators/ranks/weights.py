@@ -7,13 +7,12 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, TypeVar, cast
 
 from dataflow.errors import DeadlineError
 from dataflow.limits import Limits
 from dataflow.system.channel import Channel
-from dataflow.system.messages import Plain
+from dataflow.system.messages import Message, Plain
 from dataflow.weight_ends import (
     LeadingAgain,
     LeadingWeightsIn,
@@ -36,15 +35,13 @@ it), by name."""
 # From rank 0
 
 
-@dataclass(frozen=True)
-class Meet:
+class Meet(Message):
     """Open your end of the weight plane: these are the parts that each rank holds."""
 
     slices: tuple[Slices, ...]
 
 
-@dataclass(frozen=True)
-class Enter:
+class Enter(Message):
     """Hold this version of the weights, a `VerifiedOffer`."""
 
     segment: str
@@ -52,28 +49,24 @@ class Enter:
     layout: Mapping[str, Plain] | None
 
 
-@dataclass(frozen=True)
-class ReleaseVersion:
+class ReleaseVersion(Message):
     """Let go of the version that you hold."""
 
 
-@dataclass(frozen=True)
-class Take:
+class Take(Message):
     """Compute with the version that you hold."""
 
 
 # From the others
 
 
-@dataclass(frozen=True)
-class Holds:
+class Holds(Message):
     """Which part of each tensor I hold."""
 
     slices: Slices
 
 
-@dataclass(frozen=True)
-class Entry:
+class Entry(Message):
     """Whether I hold the version."""
 
     entered: bool

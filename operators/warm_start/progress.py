@@ -5,13 +5,11 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 
-from dataflow.system.messages import Codec
+from dataflow.system.messages import Codec, Message
 
 
-@dataclass(frozen=True)
-class Progress:
+class Progress(Message):
     """From the process that trains: so many steps are done."""
 
     step: int

@@ -159,7 +159,7 @@ SCHEDULER = (
         "control messages are msgpack of one protocol version",
         "test_whatever_is_no_message_is_refused",
         "transport:Codec.decode",
-        never("tag", "_tag"),
+        never("size", "_head"),
         "checking the version",
     ),
     Law(
@@ -216,7 +216,7 @@ SCHEDULER = (
         "test_a_scheduler_that_takes_over_in_the_midst_of_a_swap_brings_it_to_its_end[before it is"
         " told to end]",
         "dataflow.scheduler:Table.take_up",
-        expression("self.swaps", "from_plain", "Swaps", kind=ast.Call),
+        expression("self.swaps", "convert", "Swaps", kind=ast.Call),
         "swaps in the snapshot",
     ),
     Law(

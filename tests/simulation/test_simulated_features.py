@@ -16,7 +16,7 @@ from dataflow.scheduler import addresses, failover, host_policy, recovery, scali
 from dataflow.scheduler.agents import Agents, HostMessages
 from dataflow.scheduler.events import HostJoined, KeptProcess, Send
 from dataflow.scheduler.state_machine import RunStateMachine
-from dataflow.scheduler.table import Life, Membership, Swaps, Table, WorkerRecord
+from dataflow.scheduler.table import Life, Membership, Table, WorkerRecord
 from dataflow.worker import ports
 from dataflow.worker.host import NodeLoops
 from dataflow.worker.messages import SenderEnded
@@ -378,7 +378,8 @@ def what_was_swapped_in_is_not_put_down(patch: Patch) -> None:
 
 
 def a_successor_knows_of_no_swap(patch: Patch) -> None:
-    patch.setattr(Swaps, "from_plain", classmethod(lambda cls, plain: cls()))
+    take_up = Table.take_up
+    patch.setattr(Table, "take_up", lambda self, plain: take_up(self, {**plain, "swaps": {}}))
 
 
 Case = tuple[Callable[[Patch], None], tuple[str, ...], range, str]

@@ -9,6 +9,8 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, TypeVar
 
+import msgspec
+
 from dataflow.runtime import Context
 from dataflow.scheduler.events import Received
 from dataflow.worker.host import NodeLoops, Settings
@@ -151,7 +153,7 @@ class SimulatedWorker:
 
     def start(self, plain: Mapping[str, Any]) -> None:
         """An attempt begins."""
-        settings = Settings.from_plain({**plain, "sockets": ""})
+        settings = msgspec.convert({**plain, "sockets": ""}, Settings)
         check(
             settings.attempt > self.process.attempt,
             f"'{self.name}' restarts as attempt {settings.attempt}",

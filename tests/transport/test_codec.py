@@ -1,39 +1,45 @@
 """The codec: what goes in comes out, and nothing else comes in."""
 
-import dataclasses
 import enum
-import re
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import msgpack
+import msgspec
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec import structs
+from numpy.typing import NDArray
+from opened import closed, opened
 
-from transport.codec import Codec, MessageError, Natural, Plain
+from transport.codec import Codec, Message, MessageError, Natural, Plain, field
 
 
 class Colour(enum.Enum):
     RED = 1
-    BLUE = "b"
+    BLUE = 2
 
 
-@dataclass(frozen=True)
-class Point:
+class Point(Message):
     x: int
     y: float
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Circle:
+class Circle(Message, kw_only=True):
     centre: Point
     radius: Natural
 
 
-@dataclass(frozen=True, kw_only=True)
-class Everything:
+@dataclass(frozen=True, slots=True)
+class Place:
+    name: str
+    at: tuple[int, ...]
+
+
+class Everything(Message, kw_only=True):
     whole: int
     number: float
     is_so: bool
@@ -46,12 +52,13 @@ class Everything:
     empty: tuple[()]
     counts: tuple[Natural, ...]
     names: list[str]
-    rows: Sequence[tuple[int, ...]]
+    rows: tuple[tuple[int, ...], ...]
     by_name: dict[str, Point]
     by_number: Mapping[int, Colour]
     maybe: Point | None
     shape: Point | Circle | None
-    value: int | str | bytes | list[Circle] | None
+    value: int | str | list[Circle] | None
+    place: Place
     scale: int | float
     word: Literal["yes", "no"]
     plain: Plain
@@ -59,13 +66,11 @@ class Everything:
     more: dict[str, Any] = field(default_factory=dict)
 
 
-@dataclass(frozen=True)
-class Empty:
+class Empty(Message):
     pass
 
 
-@dataclass(frozen=True)
-class Even:
+class Even(Message):
     number: int
 
     def __post_init__(self) -> None:
@@ -112,7 +117,8 @@ EVERYTHING = st.builds(
     by_number=st.dictionaries(INTS, COLOURS, max_size=2),
     maybe=st.none() | POINTS,
     shape=st.none() | POINTS | CIRCLES,
-    value=st.none() | INTS | TEXTS | RAWS | few(CIRCLES),
+    value=st.none() | INTS | TEXTS | few(CIRCLES),
+    place=st.builds(Place, TEXTS, few(INTS).map(tuple)),
     scale=INTS | FLOATS,
     word=st.sampled_from(["yes", "no"]),
     plain=PLAIN,
@@ -145,15 +151,11 @@ ONE = Everything(
     maybe=None,
     shape=Circle(centre=Point(0, 0.0), radius=1),
     value=None,
+    place=Place("p", (1,)),
     scale=1,
     word="no",
     plain={"a": [1]},
 )
-
-
-def wire(message: Any) -> list[Any]:
-    found: list[Any] = msgpack.unpackb(CODEC.encode(message), strict_map_key=False)
-    return found
 
 
 @given(MESSAGES)
@@ -173,7 +175,7 @@ def test_junk_is_never_a_message(junk: bytes) -> None:
 def test_other_fields_are_never_a_message(plain: Any, kind: str) -> None:
     if plain == {} and kind == "Empty":
         return
-    for found in (
+    for junk in (
         plain,
         [plain],
         [plain, kind, {}],
@@ -181,7 +183,7 @@ def test_other_fields_are_never_a_message(plain: Any, kind: str) -> None:
         ["test/2", kind, plain],
     ):
         with pytest.raises(MessageError):
-            CODEC.decode(msgpack.packb(found))
+            CODEC.decode(closed(junk))
 
 
 @given(EVERYTHING, st.data())
@@ -215,28 +217,30 @@ WRONG = [
     ("is_so", 1, "bool"),
     ("text", b"t", "str"),
     ("raw", "r", "bytes"),
-    ("nothing", 0, "NoneType"),
-    ("colour", "GREEN", "one of RED, BLUE"),
-    ("colour", 1, "one of RED, BLUE"),
-    ("points", {}, "a list, each a Point"),
-    ("points.0", 1, "a map of x, y"),
+    ("nothing", 0, "null"),
+    ("colour", "GREEN", "int"),
+    ("colour", 3, "enum"),
+    ("points", {}, "array"),
+    ("points.0", 1, "object"),
     ("points.0.y", "z", "float"),
-    ("pair", [1], "a list of int, str"),
+    ("pair", [1], "array"),
     ("pair.1", 2, "str"),
-    ("empty", [1], "a list of nothing"),
-    ("counts.1", -1, "int of at least 0"),
+    ("empty", [1], "array"),
+    ("counts.1", -1, "int"),
     ("counts.0", True, "int"),
     ("names.0", 5, "str"),
-    ("rows", None, "a list"),
-    ("by_name", [], "a map of str to a Point"),
-    ("by_name.p", None, "a map of x, y"),
-    ("maybe", 3, "NoneType or a Point"),
-    ("shape", ["Square", {}], "a Point or a Circle"),
-    ("shape.1.radius", -1, "int of at least 0"),
-    ("value", 1.5, "int or str or bytes"),
-    ("scale", "1", "int or float"),
-    ("word", "perhaps", "one of 'yes', 'no'"),
-    ("word", None, "one of 'yes', 'no'"),
+    ("rows", None, "array"),
+    ("by_name", [], "object"),
+    ("by_name.p", None, "object"),
+    ("maybe", 3, "object"),
+    ("shape", ["Square", {}], "object"),
+    ("shape.radius", -1, "int"),
+    ("value", 1.5, "int"),
+    ("place", 1, "object"),
+    ("place.at.0", "1", "int"),
+    ("scale", "1", "int"),
+    ("word", "perhaps", "enum"),
+    ("word", None, "str"),
 ]
 
 
@@ -244,101 +248,119 @@ WRONG = [
     ("path", "value", "wanted"), WRONG, ids=[f"{path}={value}" for path, value, _ in WRONG]
 )
 def test_a_value_of_another_type_is_refused_by_name(path: str, value: Any, wanted: str) -> None:
-    found = wire(ONE)
-    place: Any = found[2]
+    message = opened(CODEC.encode(ONE))
+    place: Any = message[2]
     *steps, last = path.split(".")
     for step in steps:
         place = place[int(step) if isinstance(place, list) else step]
     place[int(last) if isinstance(place, list) else last] = value
-    shown = ".".join(step for step in path.split(".") if path != "shape.1.radius" or step != "1")
-    with pytest.raises(
-        MessageError, match=re.escape(f"'Everything.{shown}' should be {wanted}")
-    ) as error:
-        CODEC.decode(msgpack.packb(found))
-    assert f"found {type(value).__name__}" in str(error.value)
+    with pytest.raises(MessageError, match="does not fit; found: .*; run the same") as error:
+        CODEC.decode(closed(message))
+    assert f"`$.{path.split('.')[0]}" in str(error.value) and wanted in str(error.value)
 
 
-def test_every_field_must_be_there_and_no_other() -> None:
-    for change in ({"late": 3, "later": 4}, {}):
-        tag, kind, plain = wire(ONE)
-        del plain["late"]
-        with pytest.raises(MessageError, match="'Everything' should be a map of whole, number, "):
-            CODEC.decode(msgpack.packb([tag, kind, {**plain, **change}]))
+def test_no_field_may_be_missing_and_no_other_may_be_there() -> None:
+    protocol, kind, fields = opened(CODEC.encode(ONE))
+    with pytest.raises(MessageError, match="unknown field `later`"):
+        CODEC.decode(closed([protocol, kind, {**fields, "later": 4}]))
+    del fields["whole"]
+    with pytest.raises(MessageError, match="missing required field `whole`"):
+        CODEC.decode(closed([protocol, kind, fields]))
 
 
 @pytest.mark.parametrize(
     ("head", "error"),
     [
-        (
-            ("test/1", "Empty"),
-            "is of another protocol or version; found str 'test/1'; run the same release",
-        ),
-        (("data/2", "Empty"), "is of another protocol or version; found str 'data/2'"),
-        (
-            ("test/2", "Square"),
-            "has an unknown kind; found str 'Square', known are Everything, Empty, Even",
-        ),
-        (("test/2", 4), "cannot be read"),
-        ((2, "Empty"), "cannot be read"),
+        (("test/1", "Empty"), "is of another protocol or version; found .*test/1.*; run the same"),
+        (("data/2", "Empty"), "is of another protocol or version; found .*data/2"),
+        (("test/2", "Square"), "does not fit; found: Invalid value 'Square'"),
+        (("test/2", 4), "does not fit; found: .* got `int`"),
+        ((2, "Empty"), "is of another protocol or version"),
     ],
 )
 def test_other_versions_and_unknown_kinds_are_refused_by_name(
     head: tuple[Any, Any], error: str
 ) -> None:
     with pytest.raises(MessageError, match=error):
-        CODEC.decode(msgpack.packb([*head, {}]))
+        CODEC.decode(closed([*head, {}]))
 
 
 def test_size_and_depth_have_bounds_on_both_sides() -> None:
-    large = dataclasses.replace(ONE, raw=b"x" * 4096)
+    large = structs.replace(ONE, raw=b"x" * 4096)
     with pytest.raises(MessageError, match="too large; found .* the bound is 4096; send less"):
         CODEC.encode(large)
     with pytest.raises(MessageError, match="too large; found 5000 bytes, the bound is 4096"):
         CODEC.decode(b"x" * 5000)
     deep: Any = 1
-    for _ in range(64):
+    for _ in range(100_000):
         deep = [deep]
-    with pytest.raises(MessageError, match="64 deep"):
-        CODEC.decode(CODEC.encode(dataclasses.replace(ONE, plain=deep)))
+    with pytest.raises(MessageError, match="recursion"):
+        CODEC.encode(structs.replace(ONE, plain=deep))
+    protocol, kind, fields = opened(CODEC.encode(ONE))
+    nested = closed([protocol, kind, {**fields, "plain": 0}])[:-1] + b"\x91" * 3000
     with pytest.raises(MessageError):
-        CODEC.decode(b"\x91" * 4000)
-    assert CODEC.decode(CODEC.encode(dataclasses.replace(ONE, plain=deep[0]))).plain == deep[0]
+        CODEC.decode(nested)
 
 
 @pytest.mark.parametrize(
-    "value", [object(), 2**64, {1, 2}, "\ud800", Point], ids=lambda value: type(value).__name__
+    "value", [object(), 2**64, "\ud800", Point], ids=lambda value: type(value).__name__
 )
 def test_what_cannot_travel_is_refused_where_it_is_sent(value: Any) -> None:
     with pytest.raises(MessageError, match="'Everything' of test/2 cannot be sent"):
-        CODEC.encode(dataclasses.replace(ONE, plain=value))
+        CODEC.encode(structs.replace(ONE, plain=value))
 
 
 def test_what_a_message_refuses_itself_does_not_come_in() -> None:
     assert CODEC.decode(CODEC.encode(Even(2))) == Even(2)
-    with pytest.raises(MessageError, match=r"should be a Even \(3 is odd\)"):
-        CODEC.decode(msgpack.packb(["test/2", "Even", {"number": 3}]))
+    with pytest.raises(MessageError, match="found: 3 is odd"):
+        CODEC.decode(closed(["test/2", "Even", {"number": 3}]))
 
 
-@pytest.mark.parametrize("value", [msgpack.Timestamp(1, 1), msgpack.ExtType(5, b"x")], ids=repr)
-def test_nothing_but_plain_values_comes_in(value: Any) -> None:
-    found = wire(ONE)
-    found[2]["plain"] = [value]
-    with pytest.raises(MessageError, match="'Everything.plain' should be a plain value"):
-        CODEC.decode(msgpack.packb(found))
+def test_no_extension_comes_in() -> None:
+    protocol, kind, fields = opened(CODEC.encode(ONE))
+    fields["plain"] = [msgpack.ExtType(5, b"x")]
+    with pytest.raises(MessageError, match="extension of code 5"):
+        CODEC.decode(closed([protocol, kind, fields]))
 
 
-def test_a_codec_refuses_classes_whose_messages_it_could_not_carry() -> None:
-    changeable = dataclasses.make_dataclass("Changeable", [("x", int)])
-    for refused in (
-        changeable,
-        frozen(set),
-        frozen(object),
-        frozen(bytes | tuple[int, ...] | list[str]),
-        frozen(complex),
-    ):
-        with pytest.raises(AssertionError):
-            Codec("test", 1, refused)
+class Arrays(Message):
+    one: NDArray[Any]
+    more: tuple[NDArray[Any], ...] = ()
+    none: NDArray[Any] | None = None
 
 
-def frozen(kind: Any) -> type[Any]:
-    return dataclasses.make_dataclass("Frozen", [("x", kind)], frozen=True)
+ARRAYS = Codec("arrays", 1, Arrays)
+
+
+def test_arrays_come_out_as_they_went_in_and_writable() -> None:
+    sent = Arrays(np.arange(12.0).reshape(3, 4)[:, ::2], (np.zeros(0, bool), np.int8([[3]])))
+    arrived = ARRAYS.decode(ARRAYS.encode(sent))
+    for one, other in zip((sent.one, *sent.more), (arrived.one, *arrived.more), strict=True):
+        assert one.dtype == other.dtype and one.shape == other.shape and (one == other).all()
+        assert other.flags.writeable
+
+
+@pytest.mark.parametrize(
+    "junk",
+    [
+        3,
+        [],
+        ["<f4", [1], b""],
+        ["<f4", [2**62], b"abcd"],
+        ["|O", [1], b"abcdefgh"],
+        ["no", [1], b"a"],
+        ["<f4", "1", b"abcd"],
+        ["<f4", [1], "abcd"],
+        [{}, [1], b"abcd"],
+    ],
+    ids=str,
+)
+def test_what_is_no_array_is_refused(junk: Any) -> None:
+    with pytest.raises(MessageError):
+        ARRAYS.decode(closed(["arrays/1", "Arrays", {"one": junk}]))
+
+
+def test_a_codec_refuses_two_messages_of_one_name() -> None:
+    same = msgspec.defstruct("Point", [("x", int)], bases=(Message,), frozen=True)
+    with pytest.raises(TypeError, match="unique"):
+        Codec("test", 1, Point, same)

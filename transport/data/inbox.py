@@ -5,12 +5,13 @@ Pure: messages in, replies out; no socket, no clock. A `ConnectionId` is whateve
 connection.
 """
 
-import dataclasses
 from collections import deque
 from collections.abc import Hashable
 from dataclasses import dataclass, field
 from functools import reduce
 from typing import Literal
+
+from msgspec.structs import replace
 
 from transport.data.credit import NONE, Credit, Holding, allot, cost, may_send
 from transport.data.messages import Ack, Data, Hello, Message, Refusal, Welcome
@@ -77,9 +78,7 @@ class _Peer:
         begun = self.begun
         if begun is None:
             return message.offset == 0
-        return message == dataclasses.replace(
-            begun, offset=begun.bytes - begun.left, left=message.left
-        )
+        return message == replace(begun, offset=begun.bytes - begun.left, left=message.left)
 
     def let_go(self, sequence: int) -> Credit:
         """Forget a batch that is held; its cost."""

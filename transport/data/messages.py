@@ -13,20 +13,22 @@ A message is one header frame, and for `Data` one body frame (`frames`). The hea
 codec makes of the message, followed by its own xxh3_64, so that no byte of it can change unnoticed.
 """
 
-from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
 
+import msgspec
 import xxhash
 
+from transport import codec
 from transport.codec import Codec, Natural
 from transport.errors import FrameError
 
 SEAL_BYTES = 8
 MAX_HEADER_BYTES = 1 << 20
+Size = Annotated[int, msgspec.Meta(ge=0, le=1 << 40)]
+"""Of one batch, in rows or bytes; counts of many such batches stay within 64 bits."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Hello:
+class Hello(codec.Message, kw_only=True):
     """The state of a sender towards one receiver."""
 
     edge: str
@@ -56,8 +58,7 @@ class Hello:
     broke, is known."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Data:
+class Data(codec.Message, kw_only=True):
     """The header of one record batch, or of a part of it: its parts follow each other, and nothing
     comes between.
     """
@@ -70,15 +71,15 @@ class Data:
     """Incarnation of the sender."""
     sequence: Natural
     """0, 1, 2, ... per sender, epoch and receiver."""
-    rows: Natural
+    rows: Size
     """Rows of the batch."""
-    bytes: Natural
+    bytes: Size
     """Length of the encoded batch."""
     checksum: Natural
     """xxh3_64 of the encoded batch; 0 where no bytes are made."""
-    offset: Natural = 0
+    offset: Size = 0
     """Bytes of the batch that earlier parts have."""
-    left: Natural = 0
+    left: Size = 0
     """Bytes of the batch that later parts have."""
 
     @property
@@ -87,8 +88,7 @@ class Data:
         return self.bytes - self.offset - self.left
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Welcome:
+class Welcome(codec.Message, kw_only=True):
     """What a receiver grants to one sender, and what it has of it."""
 
     edge: str
@@ -120,8 +120,7 @@ class Welcome:
     """Of the batches that it holds, rows that are done with: as in Ack."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Ack:
+class Ack(codec.Message, kw_only=True):
     """Batches that the consumer is done with."""
 
     edge: str
@@ -141,8 +140,7 @@ class Ack:
     unacknowledged and keep their credit: sequence number, first row, number of rows; and so on."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Refusal:
+class Refusal(codec.Message, kw_only=True):
     """Why a receiver takes nothing from this sender."""
 
     edge: str

@@ -19,6 +19,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from dataflow.errors import DataflowError, GraphError, RunError
 from dataflow.folder.checkpoints import MARKER
 from dataflow.folder.copies.store import (
@@ -68,15 +70,15 @@ def copies_of(
     """
     if checkpoint_to == NOWHERE:
         return None
-    before = Copies.from_plain((config or {}).get(CONFIG))
+    before = msgspec.convert((config or {}).get(CONFIG) or None, Copies | None)
     address = None if checkpoint_to is None else checked(checkpoint_to)
     if before is not None and address in (None, before.address):
-        ask("check", before.address, copies=before.to_plain())
+        ask("check", before.address, copies=asdict(before))
         return before
     if address is None:
         return None
     plain = ask("claim", address, run=folder.path.name, trainers=list(trainers), after=None)
-    return Copies.from_plain(plain)
+    return msgspec.convert(plain, Copies)
 
 
 def bring_back(
@@ -200,9 +202,7 @@ def _packed(folder: Path, trainer: str) -> Path:
 
 
 def _check(text: str, copies: Mapping[str, Any]) -> None:
-    claimed = Copies.from_plain(copies)
-    assert claimed is not None, "it is given"
-    claimed.check(Address.of(text))
+    msgspec.convert(copies, Copies).check(Address.of(text))
 
 
 def _bring(
@@ -233,7 +233,7 @@ def _bring(
 TASKS: Mapping[str, Callable[..., Any]] = {
     "bring": _bring,
     "check": _check,
-    "claim": lambda text, **given: claim(Address.of(text), text, **given).to_plain(),
+    "claim": lambda text, **given: asdict(claim(Address.of(text), text, **given)),
     "find": lambda text: asdict(find(text)),
 }
 """Each of an address and plain values, and so is what it returns."""

@@ -17,7 +17,7 @@ import secrets
 import socket
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
 from urllib.parse import urlsplit
@@ -234,17 +234,8 @@ class Copies:
     part: int
     token: str
     """Of the claim on that part."""
-    trainers: Sequence[str]
+    trainers: tuple[str, ...]
     """Folders of those that keep checkpoints; empty for a run's only one."""
-
-    @classmethod
-    def from_plain(cls, plain: Mapping[str, Any] | None) -> "Copies | None":
-        """What JSON or msgpack has made of one; None of none."""
-        return cls(**{**plain, "trainers": tuple(plain["trainers"])}) if plain else None
-
-    def to_plain(self) -> dict[str, Any]:
-        """For JSON and msgpack."""
-        return asdict(self)
 
     @property
     def place(self) -> str:

@@ -5,13 +5,14 @@ Here what a group goes through, from its issue to its outcome.
 """
 
 import sqlite3
-from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, ClassVar, Generic, TypeAlias, TypeVar
+
+import msgspec
 
 from dataflow.folder.ledger.refusals import check_same_prompt, conflict, some
 from dataflow.folder.ledger.schema import STATES, LedgerError
+from dataflow.system.messages import Message
 
 T = TypeVar("T")
 Outcome: TypeAlias = tuple[str, int, str, str, int | None, str | None]
@@ -35,14 +36,13 @@ _STEP = (
 )
 
 
-@dataclass(frozen=True)
-class Value:
+class Value(Message):
     """An answer of numbers, text, and lists and maps of them."""
 
     value: Any
 
 
-class LedgerCall(ABC, Generic[T]):
+class LedgerCall(Message, Generic[T]):
     """One call of a ledger, all or nothing."""
 
     writes: ClassVar[bool] = False
@@ -54,13 +54,13 @@ class LedgerCall(ABC, Generic[T]):
     @property
     def said(self) -> str:
         """Text for an error."""
-        return self.doing.format_map(vars(self))
+        return self.doing.format_map(msgspec.structs.asdict(self))
 
-    @abstractmethod
     def run(self, db: sqlite3.Connection, now: float) -> T:
         """Do it, in a transaction that the caller has begun. now: seconds since 1970. Errors:
         LedgerError.
         """
+        raise NotImplementedError
 
 
 class Write(LedgerCall[None]):
@@ -69,7 +69,6 @@ class Write(LedgerCall[None]):
     writes = True
 
 
-@dataclass(frozen=True)
 class Issue(Write):
     """As `BaseLedger.issue`."""
 
@@ -95,7 +94,6 @@ class Issue(Write):
         db.executemany("INSERT INTO groups VALUES (?, ?, ?, 'issued', 1)", new)
 
 
-@dataclass(frozen=True)
 class Advance(Write):
     """As `BaseLedger.advance`."""
 
@@ -114,7 +112,6 @@ class Advance(Write):
         update_groups(db, _ADVANCE[self.state], self.source, self.group_ids)
 
 
-@dataclass(frozen=True)
 class CommitStep(Write):
     """As `BaseLedger.commit_step`; metrics are JSON."""
 
@@ -146,7 +143,6 @@ class CommitStep(Write):
         _end(db, self.node, self.source, outcomes)
 
 
-@dataclass(frozen=True)
 class Drop(Write):
     """As `BaseLedger.drop`."""
 
@@ -161,7 +157,6 @@ class Drop(Write):
         _end(db, self.node, self.source, _dropped(self.node, self.source, self.reasons, self.step))
 
 
-@dataclass(frozen=True)
 class CommitRound(Write):
     """As `BaseLedger.commit_round`."""
 

@@ -2,44 +2,39 @@
 
 import sqlite3
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 from dataflow.folder.ledger import places, reads
 from dataflow.folder.ledger.calls import LedgerCall, Value, last_step, next_group_id
 from dataflow.folder.ledger.reads import Fate, InFlight, MadeStep, OutcomeCounts, PlannedStep
+from dataflow.system.messages import Message
 
 
-@dataclass(frozen=True)
-class Groups:
+class Groups(Message):
     """An answer: groups in flight."""
 
     value: list[InFlight]
 
 
-@dataclass(frozen=True)
-class Planned:
+class Planned(Message):
     """An answer: steps to make again."""
 
     value: list[PlannedStep]
 
 
-@dataclass(frozen=True)
-class StepsMade:
+class StepsMade(Message):
     """An answer: steps that were made."""
 
     value: list[MadeStep]
 
 
-@dataclass(frozen=True)
-class Fates:
+class Fates(Message):
     """An answer: what became of a group."""
 
     value: list[Fate]
 
 
-@dataclass(frozen=True)
-class Counted:
+class Counted(Message):
     """An answer: what became of a sink's groups."""
 
     value: OutcomeCounts
@@ -48,7 +43,6 @@ class Counted:
 Result: TypeAlias = Value | Groups | Planned | StepsMade | Fates | Counted
 
 
-@dataclass(frozen=True)
 class ReadFacts(LedgerCall[dict[str, Any]]):
     """As `BaseLedger.facts`."""
 
@@ -58,7 +52,6 @@ class ReadFacts(LedgerCall[dict[str, Any]]):
         return reads.facts(db)
 
 
-@dataclass(frozen=True)
 class ReplayPlan(LedgerCall[list[PlannedStep]]):
     """As `BaseLedger.replay_plan`."""
 
@@ -71,7 +64,6 @@ class ReplayPlan(LedgerCall[list[PlannedStep]]):
         return reads.replay_plan(db, self.node)
 
 
-@dataclass(frozen=True)
 class NextGroupId(LedgerCall[int]):
     """As `BaseLedger.next_group_id`."""
 
@@ -83,7 +75,6 @@ class NextGroupId(LedgerCall[int]):
         return next_group_id(db, self.source)
 
 
-@dataclass(frozen=True)
 class LastStep(LedgerCall[int]):
     """As `BaseLedger.last_step`, or `BaseLedger.furthest_step`."""
 
@@ -98,7 +89,6 @@ class LastStep(LedgerCall[int]):
         )
 
 
-@dataclass(frozen=True)
 class ListSteps(LedgerCall[list[MadeStep]]):
     """As `BaseLedger.steps`."""
 
@@ -113,7 +103,6 @@ class ListSteps(LedgerCall[list[MadeStep]]):
         return reads.steps(db, self.node, self.after, self.upto)
 
 
-@dataclass(frozen=True)
 class StepTimes(LedgerCall[Sequence[tuple[int, float]]]):
     """As `BaseLedger.step_times`."""
 
@@ -126,7 +115,6 @@ class StepTimes(LedgerCall[Sequence[tuple[int, float]]]):
         return reads.step_times(db, self.node, self.after)
 
 
-@dataclass(frozen=True)
 class DropsAt(LedgerCall[dict[int, str]]):
     """As `BaseLedger.drops_at`."""
 
@@ -139,7 +127,6 @@ class DropsAt(LedgerCall[dict[int, str]]):
         return reads.drops_at(db, self.node, self.step)
 
 
-@dataclass(frozen=True)
 class LastRound(LedgerCall[int | None]):
     """As `BaseLedger.last_round`."""
 
@@ -151,7 +138,6 @@ class LastRound(LedgerCall[int | None]):
         return reads.last_round(db, self.node)
 
 
-@dataclass(frozen=True)
 class IsJudged(LedgerCall[bool]):
     """As `BaseLedger.is_judged`."""
 
@@ -164,7 +150,6 @@ class IsJudged(LedgerCall[bool]):
         return reads.is_judged(db, self.source, self.step)
 
 
-@dataclass(frozen=True)
 class Sources(LedgerCall[list[str]]):
     """As `BaseLedger.sources`."""
 
@@ -176,7 +161,6 @@ class Sources(LedgerCall[list[str]]):
         return reads.sources(db, self.node)
 
 
-@dataclass(frozen=True)
 class ListFates(LedgerCall[list[Fate]]):
     """As `BaseLedger.fates`."""
 
@@ -190,7 +174,6 @@ class ListFates(LedgerCall[list[Fate]]):
         return reads.fates(db, self.source, self.group_id)
 
 
-@dataclass(frozen=True)
 class ListInFlight(LedgerCall[list[InFlight]]):
     """As `BaseLedger.in_flight`."""
 
@@ -205,7 +188,6 @@ class ListInFlight(LedgerCall[list[InFlight]]):
         return reads.in_flight(db, self.source, self.node, self.among)
 
 
-@dataclass(frozen=True)
 class Count(LedgerCall[OutcomeCounts]):
     """As `BaseLedger.counts`."""
 
@@ -218,7 +200,6 @@ class Count(LedgerCall[OutcomeCounts]):
         return reads.counts(db, self.node)
 
 
-@dataclass(frozen=True)
 class ListPlaces(LedgerCall[Mapping[str, str]]):
     """As `places.places`."""
 
@@ -230,7 +211,6 @@ class ListPlaces(LedgerCall[Mapping[str, str]]):
         return places.places(db, self.prefix)
 
 
-@dataclass(frozen=True)
 class LeastReturn(LedgerCall[int | None]):
     """As `places.least_return`."""
 

@@ -4,7 +4,6 @@ steps taken back, where files lie.
 
 import sqlite3
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import TypeAlias
 
 from dataflow.folder.ledger import places
@@ -27,7 +26,6 @@ _STEP_KEYS = "node, step, version, source, metrics, checkpoint, at"
 _OUTCOME_KEYS = "source, group_id, node, outcome, step, reason"
 
 
-@dataclass(frozen=True)
 class SetFacts(Write):
     """As `BaseLedger.set_facts`; the values are JSON."""
 
@@ -39,7 +37,6 @@ class SetFacts(Write):
         db.executemany("INSERT OR REPLACE INTO facts VALUES (?, ?)", self.facts.items())
 
 
-@dataclass(frozen=True)
 class Reissue(Write):
     """As `BaseLedger.reissue`."""
 
@@ -53,7 +50,6 @@ class Reissue(Write):
         update_groups(db, _REISSUE, self.source, self.group_ids)
 
 
-@dataclass(frozen=True)
 class RecordCheckpoint(Write):
     """As `BaseLedger.record_checkpoint`."""
 
@@ -75,7 +71,6 @@ class RecordCheckpoint(Write):
             )
 
 
-@dataclass(frozen=True)
 class RollBack(Write):
     """As `BaseLedger.roll_back_to`, without its answer."""
 
@@ -104,7 +99,6 @@ class RollBack(Write):
         places.forget_after(db, node, step)
 
 
-@dataclass(frozen=True)
 class SetPlace(Write):
     """As `places.set_place`."""
 

@@ -52,7 +52,6 @@ class Writer:
     """Why that write was not made."""
 
 
-@dataclass(frozen=True)
 class PrepareWriters(Write):
     """Make the table for writers."""
 
@@ -67,7 +66,6 @@ class PrepareWriters(Write):
             db.execute(_ADMIT, (FLOOR, self.floor, 0, 0))
 
 
-@dataclass(frozen=True)
 class ListWriters(LedgerCall[dict[str, Writer]]):
     """The newest process of each worker."""
 
@@ -78,7 +76,6 @@ class ListWriters(LedgerCall[dict[str, Writer]]):
         return {row[0]: Writer(Token(*row[:4]), *row[4:]) for row in rows}
 
 
-@dataclass(frozen=True)
 class Admit(Write):
     """Let this process write for its worker from now on."""
 
@@ -92,7 +89,6 @@ class Admit(Write):
         db.execute(_ADMIT, row)
 
 
-@dataclass(frozen=True)
 class NumberedWrite(Write):
     """A write, and that it was made: so that one who did not hear of it can ask for it again."""
 
@@ -112,7 +108,6 @@ class NumberedWrite(Write):
         db.execute(_ANSWERED, (self.number, None, self.worker))
 
 
-@dataclass(frozen=True)
 class NotMade(Write):
     """Record that a write was refused: a repeated request is refused again, whatever has happened
     since.

@@ -1,33 +1,28 @@
 """The messages between the ledger's service and its clients, a class each."""
 
-from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
 from dataflow.folder.ledger.questions import AnyRead, Result
 from dataflow.folder.ledger.upkeep import AnyWrite
 from dataflow.folder.ledger.writers import Token
-from dataflow.system.messages import Codec, Natural
+from dataflow.system.messages import Codec, Message, Natural
 
 # From a client
 
 
-@dataclass(frozen=True)
-class Join:
+class Join(Message):
     """Write for this worker, in the place of whoever did; the same process may say so again."""
 
 
-@dataclass(frozen=True)
-class Flush:
+class Flush(Message):
     """Bring all that was committed to the disk itself."""
 
 
-@dataclass(frozen=True)
-class AskWalBytes:
+class AskWalBytes(Message):
     """How large the database's log is."""
 
 
-@dataclass(frozen=True)
-class PutInPlace:
+class PutInPlace(Message):
     """Rename what this process wrote, as `placing.put`; paths are those in the run folder."""
 
     path: str
@@ -38,8 +33,7 @@ class PutInPlace:
     process renames."""
 
 
-@dataclass(frozen=True)
-class AppendLine:
+class AppendLine(Message):
     """Append a line to a file that several hosts have something to say in; twice is as good as
     once.
     """
@@ -48,29 +42,25 @@ class AppendLine:
     line: str
 
 
-@dataclass(frozen=True)
-class Pack:
+class Pack(Message):
     """Keep a copy of the ledger as it is now, packed, in the place of the last one for this worker;
     its size.
     """
 
 
-@dataclass(frozen=True)
-class ReadPacked:
+class ReadPacked(Message):
     """Some bytes of it."""
 
     offset: Natural
 
 
-@dataclass(frozen=True)
-class ReadMetrics:
+class ReadMetrics(Message):
     """Some bytes of metrics.jsonl; none at its end, or where it is not there."""
 
     offset: Natural
 
 
-@dataclass(frozen=True)
-class Query:
+class Query(Message):
     """A question, or something that may be done twice."""
 
     token: Token
@@ -90,8 +80,7 @@ class Query:
     )
 
 
-@dataclass(frozen=True)
-class Record:
+class Record(Message):
     """A write; each is made once, in the order of their numbers."""
 
     token: Token
@@ -105,30 +94,26 @@ class Record:
 # To a client
 
 
-@dataclass(frozen=True)
-class QueryResult:
+class QueryResult(Message):
     """The answer to a question."""
 
     ticket: Natural
     result: Result
 
 
-@dataclass(frozen=True)
-class Recorded:
+class Recorded(Message):
     """Writes up to this one are made."""
 
     number: Natural
 
 
-@dataclass(frozen=True)
-class Behind:
+class Behind(Message):
     """Earlier writes did not come: send them again, from this one on."""
 
     number: Natural
 
 
-@dataclass(frozen=True)
-class Refused:
+class Refused(Message):
     """It was not done. Of a question by its ticket, of a write by its number; the other one is
     0.
     """

@@ -8,10 +8,11 @@ import signal
 import socket
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import TypeAlias
+
+from msgspec.structs import replace
 
 from dataflow.errors import Replaced, RunError
 from dataflow.folder.ledger import Ledger
@@ -22,7 +23,7 @@ from dataflow.system.child import Forked, end, fork
 from dataflow.system.files import RunFolderError
 from dataflow.system.interrupts import leave_to_leader
 from dataflow.system.log import log_to
-from dataflow.system.messages import Codec, MessageError
+from dataflow.system.messages import Codec, Message, MessageError, Secret, field
 from dataflow.system.security import RunKeys
 
 START_S = 30.0
@@ -38,27 +39,24 @@ Holds: TypeAlias = Callable[[], None]
 """As `RunHold.check`."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Serve:
+class Serve(Secret, kw_only=True):
     """Have the ledger open for all, at an address; replaces what was served before."""
 
     ledger: str
     address: str
     """tcp://HOST:* or with a port; ipc://PATH."""
-    keys: Mapping[str, bytes] = field(default_factory=dict, repr=False)
+    keys: Mapping[str, bytes] = field(default_factory=dict)
     floor: int | None = None
     """As `RequestHandler` has it."""
 
 
-@dataclass(frozen=True)
-class Listening:
+class Listening(Message):
     """It takes calls at this address."""
 
     address: str
 
 
-@dataclass(frozen=True)
-class CannotStart:
+class CannotStart(Message):
     """The service does not listen, for this reason."""
 
     why: str
@@ -186,7 +184,7 @@ class _Supervisor:
                 self._stop()
                 reply = self._start(message)
                 if isinstance(reply, Listening):
-                    self._wanted = Serve(**{**vars(message), "address": reply.address})
+                    self._wanted = replace(message, address=reply.address)
                 channel.send(reply)
         if (
             self._child is not None

@@ -108,7 +108,7 @@ class SwapRequests:
             tries=swap,
         )
         trial = f"{swap_trial.NAME}-{settings.replica}"
-        self._server.spawn(trial, settings.to_plain(), False, False)
+        self._server.spawn(trial, dataclasses.asdict(settings), False, False)
         self._pending = _PendingSwap(client, request, swap, trial, self._clock() + TRIAL_S)
 
     def hear(self, name: str, message: FromWorker) -> bool:

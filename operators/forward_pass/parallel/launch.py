@@ -7,9 +7,8 @@ from __future__ import annotations
 import dataclasses
 import functools
 import os
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +18,7 @@ from torch import Tensor
 from dataflow.errors import RunError
 from dataflow.runtime import Context
 from dataflow.system.channel import Channel
+from dataflow.system.messages import Message
 from dataflow.tokens.sampling_mask import SamplingMask
 from dataflow.weight_ends import WeightsBeside
 from operators.engine.parallel.shards import Shard, localized, plain_pieces
@@ -33,7 +33,7 @@ from operators.models.read_weights import RankMemory
 from operators.ranks import group
 from operators.ranks.exchange import Exchange, expected, named, next_message
 from operators.ranks.loading import Loading, following, leading
-from operators.ranks.messages import Close, Numbers, codec_of
+from operators.ranks.messages import Close, codec_of
 from operators.ranks.process import run_rank
 from operators.ranks.team import Team, forked
 from operators.ranks.weights import KINDS, Leader, Take, beside, followed, met, opens_for_ranks
@@ -52,59 +52,20 @@ if TYPE_CHECKING:
 # From rank 0
 
 
-@dataclass(frozen=True)
-class Join:
+class Join(Message):
     """Meet the other ranks in this folder."""
 
     folder: str
 
 
-@dataclass(frozen=True)
-class Compute:
+class Compute(Message):
     """Pass a micro-batch through the model."""
 
-    arrays: Mapping[str, Numbers]
-    """Those of a `TokenTree`."""
-    buckets: tuple[Numbers, ...]
-    lengths: tuple[int, ...]
-    """Positions of a row in each bucket."""
-    left: tuple[Numbers, Numbers] | None
-    """Ids and offsets of a `SamplingMask`."""
+    packed: TokenTree
+    left_T: SamplingMask | None
     wanted: tuple[str, ...]
     temperature: float
     """As `Forward.at` takes it."""
-
-    @classmethod
-    def of(
-        cls,
-        packed: TokenTree,
-        left_T: SamplingMask | None,
-        wanted: Collection[str],
-        temperature: float,
-    ) -> Compute:
-        """The message of a call of `Forward.computed`."""
-        names = [field.name for field in fields(TokenTree) if field.name != "buckets"]
-        return cls(
-            {name: Numbers.of(getattr(packed, name)) for name in names},
-            tuple(Numbers.of(bucket) for bucket in packed.buckets),
-            tuple(bucket.shape[1] for bucket in packed.buckets),
-            None if left_T is None else (Numbers.of(left_T.ids), Numbers.of(left_T.offsets)),
-            tuple(wanted),
-            temperature,
-        )
-
-    @property
-    def given(self) -> tuple[TokenTree, SamplingMask | None, tuple[str, ...]]:
-        """The arguments again."""
-        buckets = zip(self.buckets, self.lengths, strict=True)
-        packed = TokenTree(
-            **{name: values.array for name, values in self.arrays.items()},
-            buckets=tuple(bucket.array.reshape(-1, length) for bucket, length in buckets),
-        )
-        left_T = (
-            None if self.left is None else SamplingMask(*(numbers.array for numbers in self.left))
-        )
-        return packed, left_T, self.wanted
 
 
 CODEC = codec_of("forward-ranks", *KINDS, Join, Compute)
@@ -151,7 +112,7 @@ def follow(
             ):
                 if isinstance(message, Compute):
                     reading.forward.at(message.temperature)
-                    reading.forward.computed(*message.given)
+                    reading.forward.computed(message.packed, message.left_T, message.wanted)
                 elif not (
                     followed(message, channel, end) or memory.followed(message, channel, watch)
                 ):
@@ -193,7 +154,7 @@ class LedForward:
         """
         self._passes += 1
         with self.ranks.together(f"pass {self._passes}"):
-            self.ranks.tell(Compute.of(packed, left_T, wanted, self._temperature))
+            self.ranks.tell(Compute(packed, left_T, tuple(wanted), self._temperature))
             return self._own.computed(packed, left_T, wanted)
 
     def close(self) -> None:

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from dataflow.system.messages import Message
 from operators.training.learner.together import local
 
 
-@dataclass(frozen=True)
-class NotFinite:
+class NotFinite(Message):
     """What was not finite."""
 
     rollouts: Sequence[int] = ()

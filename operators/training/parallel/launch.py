@@ -106,7 +106,7 @@ class RankFollower:
         learner = self._learner
         match message:
             case BeginStep():
-                learner.open(message.rows.rows(), message.scale.array, message.version)
+                learner.open(message.rows, message.scale, message.version)
                 self._parts = in_order(message.counts)
             case Micro():
                 learner.micro(self._parts.pop(0))

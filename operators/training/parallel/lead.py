@@ -18,7 +18,6 @@ from dataflow.errors import RunError
 from dataflow.weight_ends import OpensWriter, SentVersion, WeightsOut
 from operators.ranks import group
 from operators.ranks.exchange import Exchange
-from operators.ranks.messages import Numbers
 from operators.training.learner import memory
 from operators.training.learner.learner import Learner, Prepared, StepOutcome
 from operators.training.learner.nonfinite import NotFinite
@@ -33,7 +32,6 @@ from operators.training.parallel.messages import (
     Micro,
     Open,
     Publish,
-    RowsMessage,
     chosen,
 )
 
@@ -279,7 +277,7 @@ class RankShare:
     def message(self, version: int) -> BeginStep:
         """The message to its ranks."""
         counts = tuple(len(part) for part in self.parts)
-        return BeginStep(version, RowsMessage.of(self.rows), Numbers.of(self.scale_R), counts)
+        return BeginStep(version, self.rows, self.scale_R, counts)
 
 
 def dealt(step: Prepared, ranks: int, limit: int, whole: bool) -> list[RankShare]:

@@ -6,102 +6,63 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from dataflow.system.messages import Plain
+from dataflow.system.messages import Message, Plain, Secret
 from dataflow.tokens.ragged import gather
-from operators.ranks.messages import Numbers, Tokens, codec_of
+from operators.ranks.messages import codec_of
 from operators.training.learner.nonfinite import NotFinite
 from operators.training.learner.packing import Array
 from operators.training.learner.rows import StepRows
 
-_ARRAYS = ("offsets", "cuts_S", "groups_R", "rollout_ids_R", "oldest_R")
-
 # From rank 0
 
 
-@dataclass(frozen=True)
-class Join:
+class Join(Message):
     """Meet the other ranks in this folder."""
 
     folder: str
 
 
-@dataclass(frozen=True)
-class RowsMessage:
-    """Rows of a step, as `StepRows`."""
-
-    tokens: Tokens
-    arrays: Mapping[str, Numbers]
-    columns_R: Mapping[str, Numbers]
-    columns_S: Mapping[str, Numbers]
-
-    @classmethod
-    def of(cls, rows: StepRows) -> RowsMessage:
-        """The message of rows."""
-        return cls(
-            Tokens.of(rows.tokens),
-            {name: Numbers.of(getattr(rows, name)) for name in _ARRAYS},
-            {name: Numbers.of(values) for name, values in rows.columns_R.items()},
-            {name: Numbers.of(values) for name, values in rows.columns_S.items()},
-        )
-
-    def rows(self) -> StepRows:
-        """The rows again."""
-        return StepRows(
-            tokens=self.tokens.tokens,
-            **{name: values.array for name, values in self.arrays.items()},
-            columns_R={name: values.array for name, values in self.columns_R.items()},
-            columns_S={name: values.array for name, values in self.columns_S.items()},
-        )
-
-
-@dataclass(frozen=True)
-class BeginStep:
+class BeginStep(Message):
     """Your share of a step; a micro-batch is as many of the rows as `counts` says, one after the
     other.
     """
 
     version: int
-    rows: RowsMessage
-    scale: Numbers
+    rows: StepRows
+    scale: Array
     counts: tuple[int, ...]
 
 
-@dataclass(frozen=True)
-class Micro:
+class Micro(Message):
     """Compute the next micro-batch."""
 
 
-@dataclass(frozen=True)
-class EndStep:
+class EndStep(Message):
     """Update the weights."""
 
     learning_rate: float
 
 
-@dataclass(frozen=True)
-class Open:
+class Open(Secret):
     """Open your end of a weight plane at these sites."""
 
     line: int
     """Which, by `Learner.offered`."""
-    sites: tuple[Mapping[str, Plain], ...] = field(repr=False)
+    sites: tuple[Mapping[str, Plain], ...]
     """As `OpensWriter.sites`; keys of the run may stand there."""
 
 
-@dataclass(frozen=True)
-class Publish:
+class Publish(Message):
     """Offer your shards of this version on a weight plane."""
 
     line: int
     version: int
 
 
-@dataclass(frozen=True)
-class CallFunction:
+class CallFunction(Message):
     """Call a function; all ranks are forks of one process, and have it."""
 
     function: str
@@ -128,8 +89,7 @@ class CallFunction:
 # From the others
 
 
-@dataclass(frozen=True)
-class CallResult:
+class CallResult(Message):
     """What the function returned."""
 
     value: Plain

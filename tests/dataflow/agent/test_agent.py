@@ -6,12 +6,12 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
+from msgspec import structs
 from rigs.graphs import fake_graph
 from rigs.machine import wait_until
 
@@ -234,7 +234,9 @@ def test_a_host_that_has_just_died_keeps_nobody_out_and_one_that_is_there_and_no
                 if isinstance(message, Join):
                     is_first = sum(isinstance(each, Join) for each in said) == 1
                     left = (
-                        replace(dead, reach_addresses={}) if is_left_out and not is_first else dead
+                        structs.replace(dead, reach_addresses={})
+                        if is_left_out and not is_first
+                        else dead
                     )
                     scheduler.send(identity, left)
             return any(isinstance(each, Failed) for each in said)

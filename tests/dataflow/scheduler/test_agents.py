@@ -1,7 +1,6 @@
 """The scheduler's hold on its agents: real sockets, played agents."""
 
 import contextlib
-import dataclasses
 import json
 import signal
 import sys
@@ -11,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec import structs
 
 from dataflow.agent.agent import SchedulerSocket
 from dataflow.agent.digest import versions
@@ -57,7 +57,7 @@ class PlayedAgent:
     def __init__(self, agents: Agents, name: str, keys: RunKeys = KEYS, **facts: Any) -> None:
         self.line = SchedulerSocket(agents.address, keys, f"{name}/{id(self)}")
         self.said: list[Any] = []
-        self.join = dataclasses.replace(JOIN, name=name, **facts)
+        self.join = structs.replace(JOIN, name=name, **facts)
         self.line.say(self.join)
 
     def say(self, message: Any) -> None:

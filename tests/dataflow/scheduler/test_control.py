@@ -8,9 +8,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, ClassVar
 
-import msgpack
 import numpy as np
 import pytest
+from opened import closed, opened
 
 from dataflow import Graph, Model
 from dataflow.errors import DeadlineError, RunError, WorkerDied
@@ -670,11 +670,11 @@ def test_no_message_of_anybody_raises_through_the_scheduler(play: Any) -> None:
             Ready(attempt=0),
             Bye(attempt=1),
         ]
-        protocol, kind, plain = msgpack.unpackb(
+        protocol, kind, plain = opened(
             TO_SCHEDULER.encode(messages[int(rng.integers(len(messages)))])
         )
         try:
-            found = TO_SCHEDULER.decode(msgpack.packb([protocol, kind, mutated(rng, plain)]))
+            found = TO_SCHEDULER.decode(closed([protocol, kind, mutated(rng, plain)]))
         except MessageError:
             continue
         heard += 1

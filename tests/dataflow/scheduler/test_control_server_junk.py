@@ -9,10 +9,10 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import msgpack
 import numpy as np
 import pytest
 import zmq
+from opened import closed, opened
 
 from dataflow.scheduler.control_server import Client, ControlServer
 from dataflow.scheduler.requests import REPLIES, REQUESTS, Scale, Scaled, TellFacts
@@ -41,7 +41,7 @@ def junk(seed: int, count: int) -> Iterator[list[bytes]]:
     """
     rng = np.random.default_rng(seed)
     whole = [TO_SCHEDULER.encode(one) for one in (HEARTBEAT, HELLO)]
-    (protocol, _, beat), (_, _, hello) = map(msgpack.unpackb, whole)
+    (protocol, _, beat), (_, _, hello) = map(opened, whole)
     others: tuple[Any, ...] = (
         None,
         7,
@@ -82,7 +82,7 @@ def junk(seed: int, count: int) -> Iterator[list[bytes]]:
             case 1:
                 yield [one[: int(rng.integers(len(one)))]]
             case 2:
-                yield [msgpack.packb(others[int(rng.integers(len(others)))])]
+                yield [closed(others[int(rng.integers(len(others)))])]
             case 3:
                 yield [one, one]
             case _:

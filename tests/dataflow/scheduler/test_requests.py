@@ -4,9 +4,9 @@ import threading
 from pathlib import Path
 from typing import Any
 
-import msgpack
 import pytest
 import zmq
+from opened import closed, opened
 
 from dataflow.errors import GraphError, RunError
 from dataflow.folder.run_folder import RunFolder
@@ -75,10 +75,10 @@ JUNK: list[Any] = [
 
 @pytest.mark.parametrize("junk", JUNK)
 def test_anything_else_is_no_request(junk: Any) -> None:
-    protocol = msgpack.unpackb(REQUESTS.encode(TellFacts()))[0]
+    protocol = opened(REQUESTS.encode(TellFacts()))[0]
     whole = [protocol, *junk] if isinstance(junk, list) and junk[:1] != ["TellFacts"] else junk
     with pytest.raises(MessageError):
-        REQUESTS.decode(msgpack.packb(whole))
+        REQUESTS.decode(closed(whole))
 
 
 def test_who_asks_a_scheduler_that_is_replaced_meanwhile_is_told_so_at_once(

@@ -2,7 +2,6 @@
 in any order.
 """
 
-import dataclasses
 import json
 import random
 from collections import deque
@@ -11,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
+from msgspec import structs
 
 from dataflow import Graph, GraphError, Model, scorer
 from dataflow.limits import Limits, Patience
@@ -609,7 +609,7 @@ class World:
             return
         process.receivers[edge] = [address if known in before else known for known in found]
         process.retiring = [
-            dataclasses.replace(each, receivers={edge: address}) if each in retiring else each
+            structs.replace(each, receivers={edge: address}) if each in retiring else each
             for each in process.retiring
         ]
         process.unreached = [

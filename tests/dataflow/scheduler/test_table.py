@@ -1,5 +1,6 @@
 """What is known of a worker over its attempts, its deadlines and its faults, as plain values."""
 
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -177,7 +178,7 @@ def test_a_table_survives_its_encoding_but_for_what_is_of_this_scheduler_alone()
     after.take_up(json.loads(to_json(before.to_plain())))
     assert to_json(after.to_plain()) == to_json(before.to_plain()) and after.begun
     of_this = {"pid": 0, "heard_at": 0.0, "deferred": [], "is_reachable": True}
-    assert vars(after.workers["w-0"]) == vars(before.workers["w-0"]) | of_this
+    assert after.workers["w-0"] == dataclasses.replace(before.workers["w-0"], **of_this)
 
 
 def test_every_fault_is_a_line_of_its_own_with_how_it_ended(tmp_path: Path) -> None:

@@ -6,16 +6,14 @@ import os
 import socket
 import threading
 import time
-from dataclasses import dataclass
 
 import pytest
 
 from dataflow.system.channel import BODY, LENGTH, Channel
-from dataflow.system.messages import Codec, MessageError
+from dataflow.system.messages import Codec, Message, MessageError
 
 
-@dataclass(frozen=True)
-class Note:
+class Note(Message):
     number: int
     data: bytes = b""
 

@@ -3,7 +3,6 @@ begins.
 """
 
 import errno
-import json
 import shutil
 import time
 from pathlib import Path
@@ -19,11 +18,13 @@ from dataflow.errors import GraphError
 from dataflow.folder.ledger import Ledger
 from dataflow.folder.run_folder import RunFolder
 from dataflow.folder.socket_folder import CONTROL
+from dataflow.limits import Limits
 from dataflow.testing import FakeGenerator, FakePrompts, FakeTrainer
 from dataflow.trackers import PrometheusTracker, StepFigures, WandbTracker
 from dataflow.trackers.chosen import LIBRARIES, ChosenTracker, choose, recorded_names
 from dataflow.trackers.libraries.markdown import table as markdown
 from dataflow.trackers.libraries.room import SPARE_BYTES, check_room
+from dataflow.trackers.messages import KEEPER_CODEC, KeepTrackers
 from dataflow.trackers.process import GroupWatch, in_one_line, table_of
 from dataflow.trackers.run_process import RunProcess
 from dataflow.trackers.tail import RunTail, TrackerPlace
@@ -262,12 +263,10 @@ def test_a_refused_tracker_leaves_no_run_folder(tmp_path: Path) -> None:
     assert not (tmp_path / "runs").exists()
 
 
-def test_a_tracker_goes_to_its_process_as_json_and_is_the_same_there() -> None:
+def test_a_tracker_goes_to_its_process_in_a_message_and_is_the_same_there() -> None:
     (chosen,) = choose([Bad(how="hang", at="start")])
-    there = ChosenTracker.from_plain(
-        json.loads(json.dumps(chosen.__dict__ | {"given": dict(chosen.given)}))
-    )
-    tracker = there.make()
+    keep = KeepTrackers(folder="", trackers=[chosen], limits=Limits(), path=[], parent=1)
+    tracker = KEEPER_CODEC.decode(KEEPER_CODEC.encode(keep)).trackers[0].make()
     assert isinstance(tracker, Bad) and (tracker.how, tracker.at) == ("hang", "start")
     assert chosen.reference == "bad_trackers:Bad" and recorded_names([chosen]) is None
 

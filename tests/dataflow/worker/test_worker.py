@@ -4,10 +4,12 @@ another.
 
 import dataclasses
 import os
+from dataclasses import asdict
 from types import SimpleNamespace
 from typing import Any
 
 import msgpack
+import msgspec
 import pytest
 
 from dataflow import Graph, Model
@@ -144,7 +146,7 @@ def test_a_receiver_that_moves_while_it_retires_has_gone_only_when_it_owes_nothi
 
 def test_what_a_worker_is_told_of_limits_reaches_it_over_the_wire() -> None:
     settings = Settings(folder="", limits=Limits(start_s=900.0, patience=Patience(of_one=2)))
-    assert Settings.from_plain(msgpack.unpackb(msgpack.packb(settings.to_plain()))) == settings
+    assert msgspec.convert(msgpack.unpackb(msgpack.packb(asdict(settings))), Settings) == settings
 
 
 @pytest.mark.parametrize(

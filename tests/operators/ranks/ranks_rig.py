@@ -7,7 +7,6 @@ import functools
 import socket
 import traceback
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,6 +16,7 @@ from trainer_rig import tiny_learner, tiny_llama
 from dataflow.limits import Limits
 from dataflow.runtime import Context
 from dataflow.system.channel import Channel
+from dataflow.system.messages import Message
 from operators.models.slices import Outline
 from operators.ranks.messages import codec_of
 from operators.ranks.team import Team, forked
@@ -34,8 +34,7 @@ from transport.weights.layout.reshard import reshard
 TEST_S = 150.0
 
 
-@dataclass(frozen=True)
-class Said:
+class Said(Message):
     """What a test's process has to say."""
 
     text: str

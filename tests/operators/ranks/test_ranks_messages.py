@@ -6,7 +6,6 @@ import pytest
 from dataflow.tokens.rollout_tokens import KINDS, RolloutTokens
 from dataflow.tokens.sampling_mask import SamplingMask
 from operators.engine.parallel.messages import CODEC, StartMessage, Step
-from operators.ranks.messages import Tokens
 
 MASK = SamplingMask.of([np.array([6, 7], np.int32), np.array([], np.int32)])
 
@@ -15,16 +14,15 @@ MASK = SamplingMask.of([np.array([6, 7], np.int32), np.array([], np.int32)])
 def test_tokens_come_through_a_message_as_they_were_and_writable(mask: SamplingMask | None) -> None:
     tokens = RolloutTokens.drawn([6, 9], [-0.5, -1.5], [3, 4], mask)
     prompt = StartMessage(
-        tokens=Tokens.of(tokens).ids,
+        tokens=tokens.ids,
         limit=9,
         tickets=(0,),
         seeds=(1,),
         sampling=None,
         stop=None,
-        partial=(Tokens.of(tokens),),
+        partial=(tokens,),
     )
-    (found,) = CODEC.decode(CODEC.encode(Step(0, (prompt,)))).prompts[0].partial
-    again = found.tokens
+    (again,) = CODEC.decode(CODEC.encode(Step(0, (prompt,)))).prompts[0].partial
     for name, kind in KINDS.items():
         assert (
             getattr(again, name).tolist() == getattr(tokens, name).tolist()

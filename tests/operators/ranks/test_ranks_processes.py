@@ -8,7 +8,6 @@ import socket
 import subprocess
 import sys
 import time
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -17,21 +16,20 @@ from dataflow.errors import RunError, WorkerDied
 from dataflow.limits import Limits
 from dataflow.system.channel import Channel
 from dataflow.system.child import Forked
+from dataflow.system.messages import Message
 from operators.ranks.messages import codec_of
 from operators.ranks.team import Team, forked, program
 
 WAIT_S = 20.0
 
 
-@dataclass(frozen=True)
-class Answer:
+class Answer(Message):
     text: str
     rank: int
     has_no_other_file: bool
 
 
-@dataclass(frozen=True)
-class End:
+class End(Message):
     status: int
 
 

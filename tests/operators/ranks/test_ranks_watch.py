@@ -7,7 +7,6 @@ import signal
 import socket
 import threading
 import time
-from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
@@ -18,6 +17,7 @@ from rigs.machine import wait_until
 
 from dataflow.limits import Limits
 from dataflow.system.channel import Channel
+from dataflow.system.messages import Message
 from operators.ranks import group
 from operators.ranks.messages import Load, Loaded, codec_of
 from operators.ranks.team import Team, forked
@@ -77,8 +77,7 @@ def test_a_rank_that_computes_is_not_late(monkeypatch: pytest.MonkeyPatch) -> No
     watch.close()
 
 
-@dataclass(frozen=True)
-class Sum:
+class Sum(Message):
     value: float | str
 
 

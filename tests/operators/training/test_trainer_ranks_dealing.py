@@ -11,7 +11,6 @@ from trainer_rig import group, rows_of
 
 from dataflow.tokens.rollout_tokens import RolloutTokens
 from dataflow.tokens.sampling_mask import SamplingMask
-from operators.ranks.messages import Numbers
 from operators.training.learner.learner import Prepared
 from operators.training.learner.packing import pack
 from operators.training.parallel.lead import (
@@ -29,7 +28,6 @@ from operators.training.parallel.messages import (
     CODEC,
     BeginStep,
     CallFunction,
-    RowsMessage,
     chosen,
     function_of,
 )
@@ -180,10 +178,12 @@ def test_rows_come_through_a_message_as_they_were():
         chosen(rows, np.array([3, 1])),
         chosen(replace(rows, tokens=replace(rows.tokens, sampling_mask=kept)), np.arange(5)),
     ):
-        begin = BeginStep(3, RowsMessage.of(given_rows), Numbers.of(ids), (2, 3))
+        begin = BeginStep(3, given_rows, ids, (2, 3))
         found = CODEC.decode(CODEC.encode(begin))
-        assert found == begin and found.scale.array.tolist() == ids.tolist()
-        again = found.rows.rows()
+        assert (
+            found.version == 3 and found.counts == (2, 3) and found.scale.tolist() == ids.tolist()
+        )
+        again = found.rows
         for name, value in vars_of(given_rows).items():
             same(value, getattr(again, name))
         assert again.tokens.ids.flags.writeable

@@ -36,7 +36,7 @@ from operators.training.learner.learner import Prepared
 from operators.training.learner.packing import pack
 from operators.training.learner.rows import step_rows
 from operators.training.parallel.lead import dealt
-from operators.training.parallel.messages import RowsMessage, chosen
+from operators.training.parallel.messages import CODEC, chosen
 
 ROW_COLUMNS = {**COLUMNS, TRAINING_ROW: pa.list_(pa.int32())}
 PER_TOKEN = {"tokens": None, "mask": False, "logprobs": 0.0, "versions": -1}
@@ -195,7 +195,7 @@ def test_rollouts_are_dealt_out_to_ranks_with_their_rows() -> None:
     rows = rows_of(*[cut(batch, 5) for batch in groups()])
     step = Prepared(rows=rows, scale_R=np.ones(rows.rollouts), computed=np.arange(1, rows.rollouts))
     for share in dealt(step, 2, 40, whole=False):
-        travelled = RowsMessage.of(share.rows).rows()
+        travelled = CODEC.decode(CODEC.encode(share.message(0))).rows
         assert np.array_equal(travelled.cuts_S, share.rows.cuts_S)
         for at, rollout in enumerate(share.rows.rollout_ids_R.tolist()):
             (there,) = np.flatnonzero(rows.rollout_ids_R == rollout)

@@ -9,6 +9,7 @@ import socket
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from rigs.graphs import fake_graph, losses, tiny_graph
 
@@ -35,9 +36,7 @@ def graph_of(policy: Path, **how: Any) -> Graph:
 
 
 def copies_of(folder: Path) -> Copies:
-    copies = Copies.from_plain(described(RunFolder.open(folder))[1][CONFIG])
-    assert copies is not None
-    return copies
+    return msgspec.convert(described(RunFolder.open(folder))[1][CONFIG], Copies)
 
 
 def store_of(folder: Path) -> Store:

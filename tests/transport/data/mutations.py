@@ -6,6 +6,7 @@ import msgpack
 import numpy as np
 import pyarrow as pa
 import xxhash
+from opened import closed, opened
 
 from transport.data.messages import SEAL_BYTES
 
@@ -38,7 +39,7 @@ _VALUES: tuple[Any, ...] = (
 
 def fields_of(header: bytes) -> dict[str, Any]:
     """What stands in a header: its kind and its fields."""
-    _, kind, fields = msgpack.unpackb(header[:-SEAL_BYTES])
+    _, kind, fields = opened(header[:-SEAL_BYTES])
     return {"kind": kind, **fields}
 
 
@@ -55,7 +56,7 @@ def header(**fields: Any) -> bytes:
 def packed(fields: dict[str, Any]) -> bytes:
     """A header without its seal."""
     rest = {name: value for name, value in fields.items() if name != "kind"}
-    return msgpack.packb(["data/1", fields.get("kind"), rest])  # type: ignore[no-any-return]
+    return closed(["data/1", fields.get("kind"), rest])
 
 
 class Mutator:

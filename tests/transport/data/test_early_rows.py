@@ -2,7 +2,7 @@
 its credit.
 """
 
-import dataclasses
+from msgspec import structs
 
 from transport.data import Delivery, Receiver, Sender
 from transport.data.credit import Credit
@@ -144,7 +144,7 @@ def test_a_welcome_repeats_them_of_what_is_held_and_of_nothing_else() -> None:
     assert isinstance(said, Ack) and said.early == (0, 1, 1, 1, 2, 1) and inbox.flush() == []
     inbox.acknowledge("sender", 1, 0)
     for _ in range(2):
-        welcome = inbox.hello("connection", dataclasses.replace(HELLO, next=2))[-1][1]
+        welcome = inbox.hello("connection", structs.replace(HELLO, next=2))[-1][1]
         assert isinstance(welcome, Welcome) and (welcome.held, welcome.early) == ((1,), (1, 2, 1))
     assert inbox.early_rows == 1 and inbox.flush() == []
 
@@ -154,7 +154,7 @@ def test_one_message_tells_of_so_many_and_the_next_of_the_rest() -> None:
     inbox = inbox_with(rows + 1)
     for row in range(rows):
         inbox.acknowledge_rows("sender", 1, 0, row, 1)
-    for say in (inbox.flush, lambda: inbox.hello("connection", dataclasses.replace(HELLO, next=1))):
+    for say in (inbox.flush, lambda: inbox.hello("connection", structs.replace(HELLO, next=1))):
         told = [say()[-1][1].early, *(message.early for _, message in inbox.flush())]  # type: ignore[union-attr]
         assert [len(each) for each in told] == [3 * MOST_EARLY, 3 * 10]
         assert [*told[0][1::3], *told[1][1::3]] == list(range(rows))
@@ -163,7 +163,7 @@ def test_one_message_tells_of_so_many_and_the_next_of_the_rest() -> None:
 def test_a_batch_that_its_sender_took_back_says_nothing_more() -> None:
     inbox = inbox_with(4)
     inbox.acknowledge_rows("sender", 1, 0, 1, 1)
-    inbox.hello("connection", dataclasses.replace(HELLO, base=1, next=1))
+    inbox.hello("connection", structs.replace(HELLO, base=1, next=1))
     assert inbox.early_rows == 0 and inbox.flush() == []
 
 
@@ -197,7 +197,7 @@ def test_rows_that_a_batch_does_not_have_are_nobodys() -> None:
         **limits,
         **window,
     )
-    outbox.welcome(dataclasses.replace(welcome, answers=outbox.hello().number))
+    outbox.welcome(structs.replace(welcome, answers=outbox.hello().number))
     assert told == [[1, 2], [0]] and outbox.rows == 1, (
         "what got lost on the way is heard with the next Welcome"
     )

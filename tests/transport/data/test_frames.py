@@ -1,7 +1,6 @@
 """Frames: what goes in comes out, and nothing else comes in."""
 
-import dataclasses
-from typing import Any
+from typing import Any, get_type_hints
 
 import msgpack
 import numpy as np
@@ -10,6 +9,7 @@ import pytest
 import xxhash
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec import structs
 from rigs.examples import examples
 
 from transport.codec import Natural
@@ -20,6 +20,7 @@ from transport.data.messages import (
     Hello,
     Message,
     Refusal,
+    Size,
     Welcome,
     decode_message,
     encode_message,
@@ -32,6 +33,7 @@ _NUMBER = st.integers(0, 2**62)
 _NUMBERS = st.lists(_NUMBER, max_size=4).map(tuple)
 _HINTS: dict[Any, st.SearchStrategy[Any]] = {
     Natural: _NUMBER,
+    Size: st.integers(0, 2**40),
     str: st.text(max_size=20),
     bytes: st.binary(max_size=20),
     bool: st.booleans(),
@@ -39,7 +41,13 @@ _HINTS: dict[Any, st.SearchStrategy[Any]] = {
 }
 MESSAGES = st.one_of(
     *(
-        st.builds(kind, **{field.name: _HINTS[field.type] for field in dataclasses.fields(kind)})
+        st.builds(
+            kind,
+            **{
+                name: _HINTS[hint]
+                for name, hint in get_type_hints(kind, include_extras=True).items()
+            },
+        )
         for kind in (Hello, Data, Welcome, Ack, Refusal)
     )
 )
@@ -246,7 +254,7 @@ def test_another_schema_or_row_count_is_refused() -> None:
     with pytest.raises(SchemaMismatch, match="different order"):
         frames.decode_batch(body, header, pa.schema(list(reversed(list(SCHEMA)))))
     with pytest.raises(FrameError, match="2 rows"):
-        frames.decode_batch(body, dataclasses.replace(header, rows=3), SCHEMA)
+        frames.decode_batch(body, structs.replace(header, rows=3), SCHEMA)
 
 
 @pytest.mark.parametrize("shift", range(9))

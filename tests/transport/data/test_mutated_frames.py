@@ -1,5 +1,6 @@
 """Mutated frames into a live receiver: no crash, nothing taken that was not sent, memory flat."""
 
+import os
 import subprocess
 import sys
 import threading
@@ -73,6 +74,7 @@ class Child:
         self._child = subprocess.Popen(
             [sys.executable, "-m", "tests.transport.data.siege", address],
             cwd=ROOT,
+            env={**os.environ, "PYTHONPATH": str(ROOT / "tests" / "transport")},
             text=True,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,

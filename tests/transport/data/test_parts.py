@@ -1,9 +1,8 @@
 """A batch that is larger than a message travels in parts, and is one batch all the same."""
 
-import dataclasses
-
 import pyarrow as pa
 import pytest
+from msgspec import structs
 
 from transport.data.frames import BatchEncoder
 from transport.data.messages import Ack, Data, Refusal, Welcome
@@ -33,7 +32,7 @@ def parts_of(
     )
     return [
         (
-            dataclasses.replace(whole, offset=offset, left=max(0, size - offset - part)),
+            structs.replace(whole, offset=offset, left=max(0, size - offset - part)),
             packed.content,
         )
         for offset in range(0, size, part)
@@ -163,7 +162,7 @@ def test_a_claim_that_no_batch_can_meet_is_refused_before_it_takes_memory(
     raw, receiver = introduced(rig)
     header, content = parts_of(raw)[0]
     before = pa.total_allocated_bytes()
-    lie = dataclasses.replace(header, bytes=claim, left=max(0, claim - header.part_bytes))
+    lie = structs.replace(header, bytes=claim, left=max(0, claim - header.part_bytes))
     for _ in range(3):
         assert raw.connection.put(lie, content)
     heard = [raw.hear() for _ in range(3)]
@@ -175,7 +174,7 @@ def test_parts_of_unlike_batches_are_never_put_together(rig: Rig) -> None:
     raw, receiver = introduced(rig)
     (first, content), (second, _), _ = parts_of(raw)
     assert raw.connection.put(first, content)
-    other = dataclasses.replace(second, bytes=second.bytes + 8, left=second.left + 8)
+    other = structs.replace(second, bytes=second.bytes + 8, left=second.left + 8)
     answer = raw.ask(other, content)
     assert isinstance(answer, Welcome) and answer.expected == 0
     for part in parts_of(raw):

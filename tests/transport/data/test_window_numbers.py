@@ -2,8 +2,9 @@
 heard of.
 """
 
-from dataclasses import replace
 from typing import Any
+
+from msgspec.structs import replace
 
 from transport.data.credit import Credit
 from transport.data.frames import encode_schema

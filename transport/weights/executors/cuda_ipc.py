@@ -22,13 +22,12 @@ import os
 import struct
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 import zmq
 
-from transport.codec import Codec
+from transport.codec import Codec, Message
 from transport.errors import MessageError
 from transport.weights.errors import SegmentError
 from transport.weights.executors.address import LocalAddress, flock
@@ -44,8 +43,7 @@ LEASE_BYTES = 64
 """Of the second file, which holds nothing; its gate stands open at version 0."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class BufferHandle:
+class BufferHandle(Message, kw_only=True):
     """What a segment's file holds."""
 
     lease: str

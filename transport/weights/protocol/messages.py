@@ -8,10 +8,10 @@ where many ranks send to many.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
 from typing import Any
 
-from transport.codec import Codec
+from transport import codec
+from transport.codec import Codec, field
 
 Note = dict[str, int | float | str]
 """A few small facts that the writer tells all its readers; the newest replaces the one before."""
@@ -24,8 +24,7 @@ WHOLE, DAMAGED, BROKEN = "whole", "damaged", "broken"
 # Members
 
 
-@dataclass(frozen=True, kw_only=True)
-class Join:
+class Join(codec.Message, kw_only=True):
     """Reader: let my group in. Repeated until `Welcome`."""
 
     group: str
@@ -49,8 +48,7 @@ class Join:
     """By `Layout.to_plain`, in rounds; rank 0's alone, empty from the others."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Welcome:
+class Welcome(codec.Message, kw_only=True):
     """Writer: the group is in, under this epoch."""
 
     attempt: int
@@ -66,8 +64,7 @@ class Welcome:
     """The writer's newest note."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class ReaderHeartbeat:
+class ReaderHeartbeat(codec.Message, kw_only=True):
     """Reader: I am alive."""
 
     epoch: int
@@ -77,8 +74,7 @@ class ReaderHeartbeat:
     """The version of a round that it could adopt, -1 for none."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class WriterHeartbeat:
+class WriterHeartbeat(codec.Message, kw_only=True):
     """Writer: I am alive, and this is my newest note."""
 
     epoch: int
@@ -86,8 +82,7 @@ class WriterHeartbeat:
     note: Note
 
 
-@dataclass(frozen=True, kw_only=True)
-class Fenced:
+class Fenced(codec.Message, kw_only=True):
     """Writer: this epoch is over."""
 
     epoch: int
@@ -97,15 +92,13 @@ class Fenced:
     """True when another process has the name, or the rank: do not come back. False: join again."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Denied:
+class Denied(codec.Message, kw_only=True):
     """Writer: you do not fit, and why."""
 
     reason: str
 
 
-@dataclass(frozen=True, kw_only=True)
-class Leave:
+class Leave(codec.Message, kw_only=True):
     """Reader or source rank: I go."""
 
     epoch: int
@@ -115,8 +108,7 @@ class Leave:
 # Versions
 
 
-@dataclass(frozen=True, kw_only=True)
-class Upcoming:
+class Upcoming(codec.Message, kw_only=True):
     """Writer: this version is being written into this segment; its bytes may be read behind the
     watermark.
     """
@@ -128,8 +120,7 @@ class Upcoming:
     """Key of the buffer."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Offer:
+class Offer(codec.Message, kw_only=True):
     """Writer: this version may be taken."""
 
     epoch: int
@@ -147,8 +138,7 @@ class Offer:
     """The writer's newest note."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Ready:
+class Ready(codec.Message, kw_only=True):
     """Reader: I am in the segment of this version. In rounds: I have a buffer for whatever the
     round brings.
     """
@@ -159,8 +149,7 @@ class Ready:
     round: int = 0
 
 
-@dataclass(frozen=True, kw_only=True)
-class Committed:
+class Committed(codec.Message, kw_only=True):
     """Reader: I compute with this version, and the memory of the one before is free."""
 
     epoch: int
@@ -172,8 +161,7 @@ class Committed:
     it."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Refused:
+class Refused(codec.Message, kw_only=True):
     """Reader: this version is damaged, I keep the one before."""
 
     epoch: int
@@ -185,8 +173,7 @@ class Refused:
 # Rounds: the ranks that send
 
 
-@dataclass(frozen=True, kw_only=True)
-class Register:
+class Register(codec.Message, kw_only=True):
     """Source rank: I am here. Repeated until `Registered`."""
 
     rank: int
@@ -200,8 +187,7 @@ class Register:
     """The coordinator that it belongs to, 0 before the first `Registered`."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Registered:
+class Registered(codec.Message, kw_only=True):
     """Coordinator: you are known."""
 
     writer: int
@@ -211,15 +197,13 @@ class Registered:
     """As in `SourceFailed`."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class SourceHeartbeat:
+class SourceHeartbeat(codec.Message, kw_only=True):
     """Source rank: I am alive, and these versions can be sent."""
 
     versions: list[int]
 
 
-@dataclass(frozen=True, kw_only=True)
-class SourceFailed:
+class SourceFailed(codec.Message, kw_only=True):
     """Coordinator to source ranks: one of them is gone, and nothing can be sent; empty when it is
     back.
     """
@@ -230,8 +214,7 @@ class SourceFailed:
 # Rounds: groups and transfers
 
 
-@dataclass(frozen=True, kw_only=True)
-class FormGroup:
+class FormGroup(codec.Message, kw_only=True):
     """Coordinator to all ranks of both sides: make a process group for this epoch; source ranks
     come first.
     """
@@ -256,8 +239,7 @@ class FormGroup:
     each delta."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class FormResult:
+class FormResult(codec.Message, kw_only=True):
     """Any rank: my part of the process group stands, or why it never will."""
 
     epoch: int
@@ -267,8 +249,7 @@ class FormResult:
     """The fault is that the layouts do not fit: trying again is of no use."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Put:
+class Put(codec.Message, kw_only=True):
     """Any rank: a value by which others find me."""
 
     epoch: int
@@ -276,16 +257,14 @@ class Put:
     value: bytes
 
 
-@dataclass(frozen=True, kw_only=True)
-class GetValue:
+class GetValue(codec.Message, kw_only=True):
     """Any rank: tell me this value as soon as somebody has put it."""
 
     epoch: int
     key: str
 
 
-@dataclass(frozen=True, kw_only=True)
-class StoredValue:
+class StoredValue(codec.Message, kw_only=True):
     """Coordinator: it is this."""
 
     epoch: int
@@ -293,8 +272,7 @@ class StoredValue:
     value: bytes
 
 
-@dataclass(frozen=True, kw_only=True)
-class StartTransfer:
+class StartTransfer(codec.Message, kw_only=True):
     """Coordinator to all ranks: every source rank has this version, and the group's ranks have room
     for it.
     """
@@ -305,8 +283,7 @@ class StartTransfer:
     version: int
 
 
-@dataclass(frozen=True, kw_only=True)
-class TransferResult:
+class TransferResult(codec.Message, kw_only=True):
     """Any rank: my part of the transfer has ended."""
 
     epoch: int
@@ -321,8 +298,7 @@ class TransferResult:
     """Of a source rank: what these would have been without deltas."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Verified:
+class Verified(codec.Message, kw_only=True):
     """Coordinator to destination ranks: every rank has its part of this version, and its checksums
     are right.
     """
@@ -333,8 +309,7 @@ class Verified:
     note: Note
 
 
-@dataclass(frozen=True, kw_only=True)
-class RoundAborted:
+class RoundAborted(codec.Message, kw_only=True):
     """Coordinator to destination ranks: the round has ended without a version."""
 
     epoch: int

@@ -9,7 +9,9 @@ to the coordinator and the work to begin, in order. Work is done elsewhere, and 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+
+from msgspec.structs import replace
 
 from transport.weights.protocol.membership import GroupMember
 from transport.weights.protocol.messages import (

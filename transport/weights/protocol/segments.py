@@ -9,8 +9,10 @@ alone.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
+
+from msgspec.structs import replace
 
 from transport.weights.protocol.membership import GroupMember
 from transport.weights.protocol.messages import (

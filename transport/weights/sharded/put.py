@@ -10,13 +10,12 @@ stopped in the middle may still write to it.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 
-from transport.codec import Codec
+from transport.codec import Codec, Message
 from transport.native import Copier, Summer
 from transport.weights.errors import SegmentError
 from transport.weights.executors.device_memory import DeviceMemory, Handle
@@ -33,8 +32,7 @@ HANDLE_WORDS = 128
 """Of what a receiver tells, int64: the bytes of a `BufferOffer`, and those."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class BufferOffer:
+class BufferOffer(Message, kw_only=True):
     """Receiver: write the next version here."""
 
     handle: Handle

@@ -2,11 +2,11 @@
 others everything.
 """
 
-from dataclasses import replace
 from functools import partial
 
 import pytest
 import torch
+from msgspec import structs
 
 from transport.weights import Layout, Mesh, ShardedWriter, WeightError
 from transport.weights.deltas import ends
@@ -364,4 +364,4 @@ def test_both_ends_are_told_whether_there_are_deltas():
         bucket_bytes=1,
     )
     assert not form.deltas
-    assert CODEC.decode(CODEC.encode(replace(form, deltas=True))).deltas
+    assert CODEC.decode(CODEC.encode(structs.replace(form, deltas=True))).deltas

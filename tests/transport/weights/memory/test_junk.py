@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 import zmq
+from opened import closed, opened
 
 from transport.weights import FlatLayout, WeightReader, WeightWriter
 from transport.weights.protocol.messages import CODEC, Join, Offer, Welcome
@@ -39,12 +40,10 @@ def junk(genuine: list[bytes], seed: int, count: int) -> Iterator[bytes]:
             case 1:
                 yield message[: int(rng.integers(len(message)))]
             case 2:
-                tag, kind, fields = msgpack.unpackb(message)
+                tag, kind, fields = opened(message)
                 name = list(fields)[int(rng.integers(len(fields)))]
                 others = [value for value in values if type(value) is not type(fields[name])]
-                yield msgpack.packb(
-                    [tag, kind, {**fields, name: others[int(rng.integers(len(others)))]}]
-                )
+                yield closed([tag, kind, {**fields, name: others[int(rng.integers(len(others)))]}])
             case _:
                 yield msgpack.packb(values[int(rng.integers(len(values)))])
 

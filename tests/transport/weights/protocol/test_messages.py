@@ -3,10 +3,10 @@
 import subprocess
 import sys
 
-import msgpack
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from opened import closed
 
 from transport.weights import MessageError
 from transport.weights.protocol.messages import CODEC, Offer, ReaderHeartbeat, Upcoming, Welcome
@@ -48,7 +48,7 @@ def test_random_bytes_are_no_message(payload):
 )
 def test_malformed_messages_are_refused(plain):
     with pytest.raises(MessageError, match="a message of weights/1 .*; .*"):
-        CODEC.decode(msgpack.packb(plain))
+        CODEC.decode(closed(plain))
 
 
 def test_layouts_and_the_handshake_import_no_torch():

@@ -3,7 +3,6 @@ writers restarted.
 """
 
 import copy
-from dataclasses import replace
 
 from hypothesis import strategies as st
 from hypothesis.stateful import (
@@ -14,6 +13,7 @@ from hypothesis.stateful import (
     precondition,
     rule,
 )
+from msgspec.structs import replace
 from rigs.examples import examples
 
 from transport.weights.protocol.messages import Fenced, Welcome
