@@ -97,6 +97,7 @@ ENDLESS = {
         "transport/weights/sharded/process_group.py",
         "work.wait()",
     ): "behind a loop with a deadline: it is completed",
+    ("dataflow/live/server.py", "connection.lost.wait()"): "below an asyncio.timeout",
     ("operators/engine/parallel/group.py", "work.wait()"): "has the time-out of its process group",
     (
         "dataflow/system/child.py",

@@ -133,7 +133,7 @@ def test_a_run_that_is_over_is_told_later(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     folder = done(policy, tmp_path)
-    monkeypatch.setattr("dataflow.trackers.command.step_back", lambda: None)
+    monkeypatch.setattr("dataflow.system.priority.step_back", lambda: None)
     assert track_run(folder, to=("bad_trackers:Lines",)) == 0
     assert (
         tracked(folder) == expected(folder) and capsys.readouterr().out == "Lines: see lines.txt\n"

