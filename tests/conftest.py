@@ -2,6 +2,7 @@
 
 import contextlib
 import gc
+import importlib
 import itertools
 import os
 import signal
@@ -141,7 +142,8 @@ def policy(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def one_core(monkeypatch: pytest.MonkeyPatch) -> None:
     """Runs are planned for one core: one thread each, whatever else this machine has to do."""
-    monkeypatch.setattr(sys.modules["dataflow.runner"], "this_machine", lambda: Devices(cpus=1))
+    runner = importlib.import_module("dataflow.runner")
+    monkeypatch.setattr(runner, "this_machine", lambda: Devices(cpus=1))
 
 
 @pytest.fixture

@@ -100,18 +100,6 @@ ENDLESS = {
     ("dataflow/live/server.py", "connection.lost.wait()"): "below an asyncio.timeout",
     ("operators/engine/parallel/group.py", "work.wait()"): "has the time-out of its process group",
     (
-        "dataflow/system/child.py",
-        "child.wait()",
-    ): "of a process that has ended, or was sent SIGKILL in the line before",
-    (
-        "dataflow/agent/forkserver.py",
-        "process.wait()",
-    ): "of a process that was sent SIGKILL in the line before",
-    (
-        "dataflow/agent/forkserver_client.py",
-        "self._process.wait()",
-    ): "of one that has ended, or was sent SIGKILL",
-    (
         "dataflow/foresight/choice/ways_out.py",
         "FLAGS.get()",
     ): "a context variable, which never waits",

@@ -18,7 +18,6 @@ from typing import Any
 
 import psutil
 
-from dataflow.system.child import end
 from graphs.sorting import build
 
 ENDLESS = 1_000_000
@@ -81,6 +80,15 @@ def carried(
         finally:
             running.send_signal(signal.SIGINT)
             end(running, END_S)
+
+
+def end(process: subprocess.Popen[Any], within_s: float) -> None:
+    """Wait for a process that was asked to end, and kill it when the time is over."""
+    try:
+        process.wait(within_s)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait(END_S)
 
 
 def said_line(process: subprocess.Popen[str], name: str, within_s: float = LINE_S) -> str:

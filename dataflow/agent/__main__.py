@@ -26,18 +26,18 @@ def main() -> int:
     """Join the run that the environment names, and stay until it ends; the exit status."""
     folder, name = Path(os.devnull), ""
     try:
-        told = AgentEnvironment.take(os.environ)
-        host = host_here(told)
-        folder, name = Path(told.folder), host.name
+        environment = AgentEnvironment.take(os.environ)
+        host = host_here(environment)
+        folder, name = Path(environment.folder), host.name
         run_disk.check_under_way(name, folder)
-        keys = told.read_keys()
+        keys = environment.read_keys()
         own = not run_disk.sees(folder, keys)
         if own:
-            run_disk.make(name, folder, told.scheduler)
+            run_disk.make(name, folder, environment.scheduler)
         log_to(folder / "logs" / log_name(name))
-        address = own_address(told.address, told.scheduler)
+        address = own_address(environment.address, environment.scheduler)
         check_listen(address)
-        agent = Agent(told, keys, host, address, socket_folder.make(), own_folder=own)
+        agent = Agent(environment, keys, host, address, socket_folder.make(), own_folder=own)
     except DataflowError as error:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
         leave(folder, name, f"host '{name}' does not take part: {error}")

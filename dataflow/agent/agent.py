@@ -126,17 +126,17 @@ class SchedulerSocket:
         while self._monitor.poll(0):
             event = int(recv_monitor_message(self._monitor)["event"])
             self.trouble = _TROUBLE.get(event, self.trouble)
-        found: deque[ToAgent] = deque()
+        messages: deque[ToAgent] = deque()
         while self.socket.poll(0):
             try:
                 message = self._numbered.take(self.socket.recv_multipart(), self._clock())
                 if message is not None:
-                    found.append(TO_AGENT.decode(message))
+                    messages.append(TO_AGENT.decode(message))
             except MessageError as error:
                 self.trouble = f"who is there speaks otherwise: {error}"
         for frames in self._numbered.missing(self._clock()):
             self._send(frames)
-        return list(found)
+        return list(messages)
 
     def turn_to(self, address: str) -> None:
         """Speak to another scheduler from now on."""
@@ -350,10 +350,10 @@ class Agent:
         now = self._clock()
         is_heard = now - self._heard < SEEK_S
         self._relay.hear(answers=is_heard)
-        said = self._relay.due(now, last=last) if is_heard else None
-        if said is not None:
+        frames = self._relay.due(now, last=last) if is_heard else None
+        if frames is not None:
             self._spoke = now
-            self._line.say(said)
+            self._line.say(frames)
 
     def _apply(self, message: ToAgent) -> None:
         match message:
@@ -466,17 +466,19 @@ class Agent:
             self._join()
         if now - max(self._heard, self._sought) > SEEK_S:
             self._sought = now
-            found = Rendezvous.read(Path(self._told.folder))
-            if found is not None and found.address != self._line.address:
+            rendezvous = Rendezvous.read(Path(self._told.folder))
+            if rendezvous is not None and rendezvous.address != self._line.address:
                 self._log.warning(
-                    "turns to another scheduler", address=found.address, silent_s=round(silent_s, 1)
+                    "turns to another scheduler",
+                    address=rendezvous.address,
+                    silent_s=round(silent_s, 1),
                 )
-                self._line.turn_to(found.address)
+                self._line.turn_to(rendezvous.address)
             self._join()
         if over(
             silent_s,
             self._stays,
-            keeps=any(each.keeps and not each.has_ended for each in self._workers.values()),
+            keeps=any(worker.keeps and not worker.has_ended for worker in self._workers.values()),
         ):
             word = "has not been heard for" if self._has_scheduler else "has not answered for"
             raise RunError(

@@ -37,16 +37,16 @@ def versions() -> dict[str, str]:
 
 def other_versions(name: str, its: Mapping[str, str], ours: Mapping[str, str]) -> str:
     """What host `name` has another version of, for people; empty where it has none."""
-    found = [
-        f"{what} {its.get(what, 'nothing')} and the scheduler {ours[what]}"
-        for what in ours
-        if its.get(what) != ours[what]
+    differences = [
+        f"{part} {its.get(part, 'nothing')} and the scheduler {ours[part]}"
+        for part in ours
+        if its.get(part) != ours[part]
     ]
-    if not found:
+    if not differences:
         return ""
     return (
-        f"host '{name}' has {'; '.join(found)}; give all hosts of a run the same versions, from "
-        "one image or one file system"
+        f"host '{name}' has {'; '.join(differences)}; give all hosts of a run the same versions,"
+        " from one image or one file system"
     )
 
 
@@ -66,13 +66,13 @@ def other_program(name: str, its: Built, ours: Built) -> str:
         for file in sorted({*its.files, *ours.files})
         if its.files.get(file) != ours.files.get(file)
     ]
-    what = (
+    parts = (
         "; ".join(changed)
         or "its files are the same, so it reads other data or other flags, or draws something"
     )
     return (
         f"host '{name}' has another version of the program: what it builds has digest {its.digest},"
-        f" and what the scheduler built {ours.digest}; {what}; bring the same version to all hosts"
+        f" and what the scheduler built {ours.digest}; {parts}; bring the same version to all hosts"
     )
 
 
@@ -80,15 +80,15 @@ def program_files(graph: Graph, launch: Launch) -> list[Path]:
     """Files in which the program's own code stands: its main file, and those of the functions in
     its operators.
     """
-    found = {launch.main_file}
+    paths = {launch.main_file}
     for operator in graph.operators.values():
-        found |= {
+        paths |= {
             Path(file).resolve()
-            for each in _functions(operator, _DEEP)
-            if (file := inspect.getsourcefile(each))
+            for function in _functions(operator, _DEEP)
+            if (file := inspect.getsourcefile(function))
         }
     return sorted(
-        path for path in found if path is not None and path.is_file() and not _is_installed(path)
+        path for path in paths if path is not None and path.is_file() and not _is_installed(path)
     )
 
 
@@ -99,14 +99,14 @@ def _functions(value: Any, deep: int) -> Iterator[Any]:
     if inspect.isfunction(value):
         yield inspect.unwrap(value)
     elif deep and is_dataclass(value) and not isinstance(value, type):
-        for each in fields(value):
-            yield from _functions(getattr(value, each.name, None), deep - 1)
+        for item in fields(value):
+            yield from _functions(getattr(value, item.name, None), deep - 1)
     elif deep and isinstance(value, list | tuple | set | frozenset):
-        for each in value if len(value) < 100 else ():
-            yield from _functions(each, deep - 1)
+        for item in value if len(value) < 100 else ():
+            yield from _functions(item, deep - 1)
     elif deep and isinstance(value, Mapping):
-        for each in value.values():
-            yield from _functions(each, deep - 1)
+        for item in value.values():
+            yield from _functions(item, deep - 1)
 
 
 def _is_installed(path: Path) -> bool:
@@ -116,7 +116,7 @@ def _is_installed(path: Path) -> bool:
     packages = [Path(sysconfig.get_path(name)) for name in ("stdlib", "purelib", "platlib")]
     return any(
         path.is_relative_to(place.resolve())
-        for place in [*packages, *(ROOT / each for each in _ENGINE)]
+        for place in [*packages, *(ROOT / name for name in _ENGINE)]
     )
 
 

@@ -44,13 +44,13 @@ class AgentEnvironment:
         """What `to_environ` made; it is taken out, as it concerns nobody that is started from here.
         Errors: RunError for what is missing.
         """
-        found = {
+        values = {
             name: environ.pop(f"{_PREFIX}{name.upper()}", "") for name in cls.__dataclass_fields__
         }
         missing = [
             f"{_PREFIX}{name.upper()}"
             for name in ("scheduler", "keys", "folder")
-            if not found[name]
+            if not values[name]
         ]
         if missing:
             raise RunError(
@@ -59,11 +59,11 @@ class AgentEnvironment:
                 " agents, or set what docs/hosts.md says"
             )
         for number in ("cpus", "gpus"):
-            if found[number] and not found[number].isdecimal():
+            if values[number] and not values[number].isdecimal():
                 raise RunError(
-                    f"{_PREFIX}{number.upper()} is {found[number]!r}, which is no number; give one"
+                    f"{_PREFIX}{number.upper()} is {values[number]!r}, which is no number; give one"
                 )
-        return cls(**found)
+        return cls(**values)
 
     def read_keys(self) -> RunKeys:
         """The run's keys. Errors: RunError where there are none, or others could have read them."""

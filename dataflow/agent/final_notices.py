@@ -44,20 +44,25 @@ class FinalNotices:
         if self._clock() - self._looked < _LOOK_S:
             return []
         self._looked = self._clock()
-        found = self._found()
+        notices = self._found()
         new = [
-            sentence for file, (_, sentence) in found.items() if found[file] != self._told.get(file)
+            sentence
+            for file, (_, sentence) in notices.items()
+            if notices[file] != self._told.get(file)
         ]
-        self._told = found
+        self._told = notices
         return new
 
     def _found(self) -> dict[str, tuple[float, str]]:
         """By file: when, and what."""
-        found = {}
+        notices = {}
         for path in sorted(_path(self._folder, "*").parent.glob(_path(self._folder, "*").name)):
             with contextlib.suppress(OSError):
-                found[path.name] = (path.stat().st_mtime, path.read_text(errors="backslashreplace"))
-        return found
+                notices[path.name] = (
+                    path.stat().st_mtime,
+                    path.read_text(errors="backslashreplace"),
+                )
+        return notices
 
 
 def _path(folder: Path, host: str) -> Path:

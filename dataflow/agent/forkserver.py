@@ -27,7 +27,7 @@ from dataflow.agent.forkserver_messages import (
     TakenAway,
 )
 from dataflow.system.channel import Channel
-from dataflow.system.child import Forked, die_with_parent, fork
+from dataflow.system.child import Child, die_with_parent, fork
 from dataflow.system.clocks import AwakeClock
 from dataflow.system.interrupts import leave_to_leader
 from dataflow.system.messages import MessageError
@@ -48,7 +48,7 @@ class _Worker:
     """The last process of one worker."""
 
     name: str
-    process: Forked
+    process: Child
     settings: Mapping[str, Any]
     keeps: bool
     """Whether the others wait for its end when no scheduler comes back."""
@@ -101,7 +101,7 @@ class Forkserver:
     """Whether the user has stopped the run (Ctrl-Z): its scheduler stands still, and all workers
     do."""
     _alone_since: float = 0.0
-    _standbys: list[Forked] = field(default_factory=list)
+    _standbys: list[Child] = field(default_factory=list)
     """Those that were forked."""
     _expects: bool = False
     """Whether the last of them was forked since there is no scheduler."""
@@ -121,8 +121,8 @@ class Forkserver:
         die_with_parent(WITHOUT_SCHEDULER)
         while True:
             owes = bool(self._waiting) and not self._is_paused
-            heard = self._listen(0.0 if owes else _TURN_S)
-            if owes and not heard:
+            has_message = self._listen(0.0 if owes else _TURN_S)
+            if owes and not has_message:
                 if not self._loaded:
                     self.preload()
                     self._loaded = True
@@ -133,8 +133,8 @@ class Forkserver:
 
     def _listen(self, wait_s: float) -> bool:
         """Take in one request, or the next scheduler; False: none came."""
-        who = self.control or self.takeover
-        if not select.select([who] if who else [], [], [], wait_s)[0]:
+        source = self.control or self.takeover
+        if not select.select([source] if source else [], [], [], wait_s)[0]:
             if self._is_silent():
                 self._cut_off()
             return False
@@ -243,7 +243,7 @@ class Forkserver:
                 self._expects = True
             return
         if alone_s > wait_s + end_s or not any(
-            each.keeps and not each.has_ended for each in self._workers.values()
+            worker.keeps and not worker.has_ended for worker in self._workers.values()
         ):
             self._end()
 
@@ -264,15 +264,15 @@ class Forkserver:
 
     def _forked(
         self, body: Callable[[], int], *, leads: bool = False, ends_with_parent: int = 0
-    ) -> Forked:
+    ) -> Child:
         """A child that runs `body` and has none of the sockets."""
 
         def run() -> int:
             for number in (signal.SIGTERM, signal.SIGTSTP, WITHOUT_SCHEDULER):
                 signal.signal(number, signal.SIG_DFL)
-            for held in (self.control, self.takeover):
-                if held is not None:
-                    held.close()
+            for connection in (self.control, self.takeover):
+                if connection is not None:
+                    connection.close()
             return body()
 
         return fork(run, leads=leads, ends_with_parent=ends_with_parent)
@@ -314,7 +314,7 @@ class Forkserver:
         for process in processes:
             process.kill()
         for process in processes:
-            process.wait()
+            process.end(0.0)
         self.clean_up()
         os._exit(0)
 

@@ -33,7 +33,7 @@ from dataflow.agent.forkserver_messages import (
 )
 from dataflow.errors import Replaced, RunError
 from dataflow.system.channel import Channel
-from dataflow.system.child import Child, Forked, fork, refuse_used_cuda
+from dataflow.system.child import KILL_S, Child, fork, refuse_used_cuda
 from dataflow.system.log import log_to
 from dataflow.system.messages import MessageError
 
@@ -133,16 +133,16 @@ class ForkserverClient:
         """What has happened since the last call. Errors: Replaced, as soon as another one has the
         workers.
         """
-        found: list[Event] = []
+        events: list[Event] = []
         if not self._is_replaced:
             try:
                 messages = self._connection.arrived()
             except (EOFError, OSError, MessageError):
                 return [{"event": "gone", "name": "forkserver", "pid": self.pid, "status": None}]
-            found = [asdict(message) for message in messages if isinstance(message, Notice)]
+            events = [asdict(message) for message in messages if isinstance(message, Notice)]
             self._is_replaced = any(isinstance(message, TakenAway) for message in messages)
         if not self._is_replaced:
-            return found
+            return events
         raise Replaced(
             f"this scheduler (process {os.getpid()}) was not heard for too long, so its standby has"
             " taken the run over, and it ends without touching it; logs/scheduler.log in the run's"
@@ -170,15 +170,15 @@ class ForkserverClient:
             self._connection.post(End())
         # in the midst of `preload`, or of the program, it reads nothing
         if self._process.poll() is None:
-            os.kill(self.pid, WITHOUT_SCHEDULER)
+            self._process.signal(WITHOUT_SCHEDULER)
         deadline = time.monotonic() + timeout_s
         while not self._has_ended() and time.monotonic() < deadline:
             time.sleep(0.01)
         self._connection.close()
         if time.monotonic() >= deadline:
-            with contextlib.suppress(ProcessLookupError):
+            with contextlib.suppress(ProcessLookupError):  # of a successor it is no child
                 os.kill(self.pid, signal.SIGKILL)
-        self._process.wait()
+        self._process.end(KILL_S)
 
     def _has_ended(self) -> bool:
         return any(event["event"] == "gone" for event in self.events())
@@ -212,7 +212,7 @@ class TakenOverForkserver(ForkserverClient):
             while isinstance(message := connection.receive(timeout_s), Handed):
                 self.handed.append(asdict(message))
             if isinstance(message, AllHanded):
-                self._hold(connection, Forked(message.pid))
+                self._hold(connection, Child(message.pid))
                 self.alone_s, self.number, self.lives = (
                     message.alone_s,
                     message.number,

@@ -54,7 +54,7 @@ class ReachPort:
 def unreached(addresses: Mapping[str, str], within_s: float = PROBE_S) -> dict[str, str]:
     """Of these hosts, by name, those that this one does not reach, and why. addresses: of each."""
     deadline = time.monotonic() + within_s
-    waiting, found = sorted(addresses.items()), {}
+    waiting, errors = sorted(addresses.items()), {}
     with selectors.DefaultSelector() as selector:
         while waiting or selector.get_map():
             while waiting and len(selector.get_map()) < _AT_ONCE:
@@ -64,16 +64,16 @@ def unreached(addresses: Mapping[str, str], within_s: float = PROBE_S) -> dict[s
                     selector.register(probe, selectors.EVENT_WRITE, (name, address))
                 else:
                     probe.close()
-                    found[name] = _why(address, number)
+                    errors[name] = _why(address, number)
             left_s = deadline - time.monotonic()
             for key, _ in selector.select(max(0.0, left_s)):
-                _end(selector, key, found)
+                _end(selector, key, errors)
             if left_s <= 0:
                 for key in list(selector.get_map().values()):
-                    _end(selector, key, found, errno.ETIMEDOUT)
-                found.update((name, _why(address, errno.ETIMEDOUT)) for name, address in waiting)
-                return found
-    return found
+                    _end(selector, key, errors, errno.ETIMEDOUT)
+                errors.update((name, _why(address, errno.ETIMEDOUT)) for name, address in waiting)
+                return errors
+    return errors
 
 
 def _probe(address: str) -> tuple[socket.socket, int]:

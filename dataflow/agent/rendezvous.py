@@ -53,11 +53,12 @@ class Rendezvous:
         """See that the run's scheduler is the one of this number. Errors: Replaced where another
         has come after it.
         """
-        found = cls.read(folder)
-        if found is not None and found.number > number:
+        rendezvous = cls.read(folder)
+        if rendezvous is not None and rendezvous.number > number:
             raise Replaced(
                 f"this scheduler (process {os.getpid()}) was not heard for too long, and another"
-                f" one, at {found.address}, has taken the run over; it ends without touching it"
+                f" one, at {rendezvous.address}, has taken the run over; it ends without touching"
+                " it"
             )
 
     @staticmethod

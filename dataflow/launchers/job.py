@@ -48,14 +48,14 @@ class Job:
                 "a job's name is made of at most 40 of a-z, 0-9 and '-', and neither begins nor"
                 f" ends with '-', but it is '{self.name}'; give --name"
             )
-        for what, least, found in (
+        for name, least, value in (
             ("hosts", 1, self.hosts),
             ("cores", 1, self.cpus),
             ("accelerators", 0, self.gpus),
         ):
-            if found is not None and found < least:
+            if value is not None and value < least:
                 raise GraphError(
-                    f"a job has at least {least} {what} each, but {found} are asked for; give more"
+                    f"a job has at least {least} {name} each, but {value} are asked for; give more"
                 )
 
     def shell(self, on: str, runs: str, *, python: str = "", leads: str = "") -> str:
@@ -80,7 +80,7 @@ def name_of(command: Sequence[str]) -> str:
     """What a job is called if nobody says it: the last part of its module or file."""
     after = [part for before, part in itertools.pairwise(command) if before == "-m"]
     files = [part for part in command if part.endswith(".py")]
-    found = (
+    base = (
         (after or files or ["dataflow"])[0].removesuffix(".py").replace("/", ".").rpartition(".")[2]
     )
-    return re.sub(r"[^a-z0-9]+", "-", found.lower()).strip("-")[:40].strip("-") or "dataflow"
+    return re.sub(r"[^a-z0-9]+", "-", base.lower()).strip("-")[:40].strip("-") or "dataflow"

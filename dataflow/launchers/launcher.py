@@ -31,7 +31,7 @@ class Joining:
         """Variables for one agent. keys: where it finds them, `fd:NUMBER` or a path; `keys_file`
         when empty.
         """
-        told = AgentEnvironment(
+        environment = AgentEnvironment(
             scheduler=self.address,
             keys=keys or self.keys_file,
             folder=self.folder,
@@ -40,7 +40,7 @@ class Joining:
             cpus=cpus,
             gpus=gpus,
         )
-        return told.to_environ()
+        return environment.to_environ()
 
 
 @runtime_checkable

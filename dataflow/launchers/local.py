@@ -4,17 +4,15 @@ import os
 import signal
 import subprocess
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from dataflow.agent.agent import log_name
 from dataflow.errors import GraphError
 from dataflow.launchers.launcher import Joining
 from dataflow.planning.hosts import Host
 from dataflow.planning.this_machine import this_machine
-from dataflow.system.child import describe_status, end, program
+from dataflow.system.child import Child, program
 from dataflow.system.files import tail
 
 _END_S = 5.0
@@ -41,7 +39,7 @@ class Local:
 
     slots: Sequence[Slot]
     listen: str = LOOPBACK
-    _agents: dict[str, "subprocess.Popen[Any]"] = field(default_factory=dict)
+    _agents: dict[str, Child] = field(default_factory=dict)
     _told: set[str] = field(default_factory=set)
     _folder: str = ""
 
@@ -53,14 +51,14 @@ class Local:
         """What each agent says that its host has: an equal share of this machine's cores and
         accelerators.
         """
-        here, count = this_machine(), len(self.slots)
+        machine, count = this_machine(), len(self.slots)
         return [
             Host(
                 name=slot.host,
-                cpus=max(1, here.cpus // count),
-                gpus=len(_share(number, count, here.gpus)),
-                memory_bytes=here.memory_bytes,
-                gpu_memory_bytes=here.gpu_memory_bytes,
+                cpus=max(1, machine.cpus // count),
+                gpus=len(_share(number, count, machine.gpus)),
+                memory_bytes=machine.memory_bytes,
+                gpu_memory_bytes=machine.gpu_memory_bytes,
             )
             for number, slot in enumerate(self.slots)
         ]
@@ -72,7 +70,7 @@ class Local:
             pipe, keys = os.pipe()
             os.write(keys, join.keys)
             os.close(keys)
-            told = join.environment(
+            environment = join.environment(
                 keys=f"fd:{pipe}",
                 host=slot.host,
                 address=slot.address,
@@ -88,7 +86,7 @@ class Local:
                 self._agents[slot.host] = program(
                     "dataflow.agent",
                     keep=[pipe],
-                    environment={**told, **visible},
+                    environment={**environment, **visible},
                     prefix=slot.prefix,
                     stdin=subprocess.DEVNULL,
                     stdout=log,
@@ -98,25 +96,23 @@ class Local:
             os.close(pipe)
 
     def ended(self) -> list[str]:
-        found = []
+        notices = []
         for host, agent in self._agents.items():
             status = agent.poll()
             if status is not None and host not in self._told:
                 self._told.add(host)
-                said = tail(self._log(host), 0).strip().rpartition("\n")[2]
-                found.append(
-                    f"the agent of host '{host}' {describe_status(status)}:"
-                    f" {said or 'it said nothing'}"
+                last_line = tail(self._log(host), 0).strip().rpartition("\n")[2]
+                notices.append(
+                    f"the agent of host '{host}' {agent.state}: {last_line or 'it said nothing'}"
                 )
-        return found
+        return notices
 
     def stop(self) -> None:
         for agent in self._agents.values():
             if agent.poll() is None:
-                with suppress(ProcessLookupError):
-                    agent.send_signal(signal.SIGTERM)
+                agent.signal(signal.SIGTERM)
         for agent in self._agents.values():
-            end(agent, _END_S)
+            agent.end(_END_S)
 
     def _log(self, host: str) -> Path:
         return Path(self._folder) / "logs" / log_name(host)
@@ -145,8 +141,10 @@ def local(
     >>> [slot.host for slot in local(2).slots]
     ['h1', 'h2']
     """
-    given = {"names": names, "addresses": addresses, "prefixes": prefixes}
-    wrong = [f"{len(each)} {what}" for what, each in given.items() if each and len(each) != count]
+    lists = {"names": names, "addresses": addresses, "prefixes": prefixes}
+    wrong = [
+        f"{len(values)} {kind}" for kind, values in lists.items() if values and len(values) != count
+    ]
     if count < 1 or wrong:
         raise GraphError(
             f"local({count}) starts {count} agents{f', but is given {wrong[0]}' if wrong else ''};"

@@ -148,7 +148,7 @@ def to_yaml(objects: Sequence[Manifest]) -> str:
     """As one stream of documents; written here, as a library for YAML also makes objects of what it
     reads.
     """
-    return "".join(f"---\n{_block(each, 0)}" for each in objects)
+    return "".join(f"---\n{_block(manifest, 0)}" for manifest in objects)
 
 
 def _pod(job: Job, cluster: Cluster, *, alone: bool = False, **container: Any) -> dict[str, Any]:
@@ -195,8 +195,8 @@ def _block(value: Any, depth: int) -> str:
     """
     indent = "  " * depth
     if isinstance(value, Mapping):
-        return "".join(f"{indent}{name}:{_entry(each, depth)}" for name, each in value.items())
-    return "".join(f"{indent}-{_item(each, depth)}" for each in value)
+        return "".join(f"{indent}{name}:{_entry(item, depth)}" for name, item in value.items())
+    return "".join(f"{indent}-{_item(item, depth)}" for item in value)
 
 
 def _entry(value: Any, depth: int) -> str:

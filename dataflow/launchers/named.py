@@ -7,11 +7,10 @@ import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 from dataflow.agent.host_program import HOSTED
 from dataflow.errors import GraphError, RunError, nearest
@@ -23,7 +22,7 @@ from dataflow.limits import Limits
 from dataflow.planning.hosts import Host
 from dataflow.system.addresses import resolved
 from dataflow.system.channel import Channel
-from dataflow.system.child import describe_status, end, ended_within, program
+from dataflow.system.child import Child, program, started
 from dataflow.system.files import tail
 from dataflow.system.messages import MessageError
 
@@ -69,7 +68,7 @@ def ray(
             " --working-dir, which moves the driver too"
         )
     wrong = {"hosts": hosts, "cpus": cpus} | {"gpus": None if gpus is None else gpus + 1}
-    if any(each is not None and each < 1 for each in wrong.values()):
+    if any(value is not None and value < 1 for value in wrong.values()):
         raise GraphError(
             f"a run has at least 1 host with 1 core and 0 accelerators, but got hosts={hosts},"
             f" cpus={cpus}, gpus={gpus}; give more, or leave them out"
@@ -98,11 +97,9 @@ class OnRay:
     resources: Mapping[str, float]
     runtime_env: Mapping[str, Any]
     wait_s: float
-    _driver: "subprocess.Popen[Any] | None" = None
+    _driver: Child | None = None
     _channel: "Channel[Any] | None" = None
     _connected: Connected | None = None
-    _said: IO[bytes] | None = None
-    """What Ray prints; of use only when the driver ends unexpectedly."""
 
     @property
     def hosts(self) -> int:
@@ -130,7 +127,8 @@ class OnRay:
         try:
             return [_text(message) for message in self._channel.arrived()]
         except (EOFError, OSError, MessageError):
-            how, last = describe_status(end(self._driver, _END_S)), self._last_line()
+            self._driver.end(_END_S)
+            how, last = self._driver.state, _last_line(self._driver)
             self.stop()
             return [
                 f"the process that speaks to Ray {how}, and all agents with it:"
@@ -142,16 +140,8 @@ class OnRay:
         if self._channel is not None:
             self._channel.close()
         if self._driver is not None:
-            end(self._driver, _END_S)
-        if self._said is not None:
-            self._said.close()
-        self._driver = self._channel = self._connected = self._said = None
-
-    def _last_line(self) -> str:
-        if self._said is None:
-            return ""
-        self._said.seek(0)
-        return self._said.read().decode(errors="replace").strip().rpartition("\n")[2]
+            self._driver.end(_END_S)
+        self._driver = self._channel = self._connected = None
 
     def _connect(self) -> tuple[Channel[Any], Connected]:
         """Have the driver find the cluster, once."""
@@ -161,16 +151,14 @@ class OnRay:
                     "--on ray needs Ray, which is not installed; pip install 'dataflow-rl[ray]'"
                 )
             self._channel, theirs = Channel.pair(RAY, _SEND_S)
-            self._said = tempfile.TemporaryFile()  # noqa: SIM115
-            self._driver = program(
-                "dataflow.launchers.ray_driver",
-                end=theirs,
-                stdin=subprocess.DEVNULL,
-                stdout=self._said,
-                stderr=self._said,
-                start_new_session=True,
-            )
-            theirs.close()
+            with theirs:
+                self._driver = program(
+                    "dataflow.launchers.ray_driver",
+                    end=theirs,
+                    words=True,
+                    stdin=subprocess.DEVNULL,
+                    start_new_session=True,
+                )
             self._connected = self._ask(self._channel)
         return self._channel, self._connected
 
@@ -189,8 +177,9 @@ class OnRay:
         try:
             message = channel.receive(self.wait_s)
         except (EOFError, TimeoutError) as error:
-            last = self._last_line()
+            last = ""
             if self._driver is not None:
+                last = _last_line(self._driver)
                 self._driver.kill()
             self.stop()
             raise RunError(
@@ -202,6 +191,10 @@ class OnRay:
             return message
         self.stop()
         raise RunError(_text(message))
+
+
+def _last_line(process: Child) -> str:
+    return process.last_words.rpartition("\n")[2]
 
 
 def _text(message: AgentEnded | Wrong) -> str:
@@ -226,7 +219,7 @@ class Slurm:
     """
 
     def __init__(self) -> None:
-        self._step: subprocess.Popen[bytes] | None = None
+        self._step: Child | None = None
         self._log: Path | None = None
 
     @functools.cached_property
@@ -264,9 +257,9 @@ class Slurm:
                 " commands there"
             )
         self._log = Path(join.folder) / "logs" / "slurm-agents.log"
-        self._step = subprocess.Popen(
+        self._step = started(
             self.command(self._log),
-            env={**os.environ, **join.environment()},
+            environment={**os.environ, **join.environment()},
             stdin=subprocess.DEVNULL,
         )
 
@@ -296,20 +289,17 @@ class Slurm:
         """That the step has ended, with its last lines."""
         if self._step is None or self._step.poll() is None:
             return []
-        status, self._step = self._step.returncode, None
-        said = tail(self._log).strip().rpartition("\n")[2] if self._log is not None else ""
-        return [
-            f"srun ended with status {status}, and all agents with it; the last it said in"
-            f" {self._log}: {said}"
-        ]
+        how, self._step = self._step.state, None
+        last_line = tail(self._log).strip().rpartition("\n")[2] if self._log is not None else ""
+        return [f"srun {how}, and all agents with it; the last it said in {self._log}: {last_line}"]
 
     def stop(self) -> None:
         """Wait for the step, whose agents were asked to end, and end it; the job goes on with
         whatever follows.
         """
-        if self._step is not None and not ended_within(self._step, _STOP_S):
-            self._step.send_signal(signal.SIGTERM)
-            end(self._step, _STOP_S)
+        if self._step is not None and not self._step.ended_within(_STOP_S):
+            self._step.signal(signal.SIGTERM)
+            self._step.end(_STOP_S)
         self._step = None
 
 
@@ -320,9 +310,9 @@ def _asked(*command: str) -> str:
             command, capture_output=True, text=True, timeout=_ASK_S, check=True
         ).stdout
     except (OSError, subprocess.SubprocessError) as error:
-        said = str(getattr(error, "stderr", None) or error).strip()
+        answer = str(getattr(error, "stderr", None) or error).strip()
         raise RunError(
-            f"Slurm does not say which hosts the job has: {command[0]}: {said}; see sinfo"
+            f"Slurm does not say which hosts the job has: {command[0]}: {answer}; see sinfo"
         ) from error
 
 

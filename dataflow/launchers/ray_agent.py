@@ -7,7 +7,7 @@ from pathlib import Path
 
 from dataflow.agent.environment import AgentEnvironment
 from dataflow.launchers.ray_bundles import host_name
-from dataflow.system.child import describe_status, die_with_parent, program
+from dataflow.system.child import die_with_parent, program
 from dataflow.system.files import tail
 
 
@@ -22,7 +22,7 @@ class RayHostAgent:
         pipe, end = os.pipe()
         os.write(end, keys)
         os.close(end)
-        told = AgentEnvironment(
+        environment = AgentEnvironment(
             scheduler=scheduler,
             folder=folder,
             keys=f"fd:{pipe}",
@@ -36,7 +36,7 @@ class RayHostAgent:
         self._agent = program(
             "dataflow.agent",
             keep=[pipe],
-            environment=told.to_environ(),
+            environment=environment.to_environ(),
             stdin=subprocess.DEVNULL,
             stdout=handle,
             stderr=handle,
@@ -50,11 +50,9 @@ class RayHostAgent:
         run's.
         """
         status = self._agent.wait()
-        said = tail(self._said).strip().rpartition("\n")[2]
+        last_line = tail(self._said).strip().rpartition("\n")[2]
         self._said.unlink(missing_ok=True)
-        return (
-            f"the agent of host '{self._host}' {describe_status(status)}:"
-            f" {said or 'it said nothing'}"
-            if status
-            else ""
-        )
+        if not status:
+            return ""
+        words = last_line or "it said nothing"
+        return f"the agent of host '{self._host}' {self._agent.state}: {words}"

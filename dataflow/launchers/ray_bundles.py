@@ -37,7 +37,7 @@ def asked(
     nothing can be.
     """
     named = {**resources, **{name: n for name, n in ((CPU, cpus), (GPU, gpus)) if n > 0}}
-    fit = [each for each in nodes if each["Alive"] and _has(each, {CPU: 1, **named})]
+    fit = [node for node in nodes if node["Alive"] and _has(node, {CPU: 1, **named})]
     if not fit and (not hosts or cpus == _UNKNOWN):
         raise GraphError(
             f"no host of the Ray cluster has {_amounts({CPU: 1, **named})}; there"
@@ -46,7 +46,7 @@ def asked(
         )
     largest = sorted(fit, key=lambda each: -each["Resources"][CPU])[: hosts or None]
     smallest = {
-        name: min((int(each["Resources"].get(name, 0)) for each in largest), default=0)
+        name: min((int(node["Resources"].get(name, 0)) for node in largest), default=0)
         for name in (CPU, GPU)
     }
     bundle = {
@@ -77,9 +77,9 @@ def host_name(nodes: Sequence[Node], node_id: str) -> str:
     """What a node is called in the run: as its machine; with a part of Ray's number where several
     are on one.
     """
-    (own,) = [each for each in nodes if each["NodeID"] == node_id]
+    (own,) = [node for node in nodes if node["NodeID"] == node_id]
     name = str(own["NodeManagerHostname"])
-    alike = [each for each in nodes if each["Alive"] and each["NodeManagerHostname"] == name]
+    alike = [node for node in nodes if node["Alive"] and node["NodeManagerHostname"] == name]
     return name if len(alike) < 2 else f"{name}-{node_id[:6]}"
 
 
@@ -90,17 +90,17 @@ def _has(node: Node, bundle: Mapping[str, float]) -> bool:
 def _what_there_is(
     nodes: Sequence[Node], free: Mapping[str, Mapping[str, float]] | None = None
 ) -> str:
-    found = [
-        f"'{each['NodeManagerAddress']}' with {_amounts(_plain(each['Resources']))}"
+    hosts = [
+        f"'{node['NodeManagerAddress']}' with {_amounts(_plain(node['Resources']))}"
         + (
-            f" ({_amounts(_plain(free[each['NodeID']]))} free)"
-            if free and each["NodeID"] in free
+            f" ({_amounts(_plain(free[node['NodeID']]))} free)"
+            if free and node["NodeID"] in free
             else ""
         )
-        for each in nodes
-        if each["Alive"]
+        for node in nodes
+        if node["Alive"]
     ]
-    return f"are {len(found)} hosts: {'; '.join(found)}" if found else "are no hosts"
+    return f"are {len(hosts)} hosts: {'; '.join(hosts)}" if hosts else "are no hosts"
 
 
 def _plain(resources: Mapping[str, float]) -> Mapping[str, float]:

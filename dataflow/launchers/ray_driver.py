@@ -59,13 +59,13 @@ class RayDriver:
         except EOFError:
             pass
         except Exception as error:
-            told = (
+            answer = (
                 str(error)
                 if isinstance(error, DataflowError)
                 else f"Ray says: {type(error).__name__}: {error}"
             )
             with contextlib.suppress(OSError):
-                self._channel.send(Wrong(told))
+                self._channel.send(Wrong(answer))
         finally:
             self._end()
 
@@ -111,13 +111,13 @@ class RayDriver:
     def _start(self, run: PlaceAgents, wanted: BundleRequest) -> None:
         """Have an actor in each bundle of the group, which is there."""
         cpus, gpus = int(wanted.bundle[CPU]), int(wanted.bundle.get(GPU, 0))
-        others = {name: amount for name, amount in wanted.bundle.items() if name not in (CPU, GPU)}
-        kept = ray.remote(max_restarts=-1, max_task_retries=-1)(RayHostAgent)
+        extra = {name: amount for name, amount in wanted.bundle.items() if name not in (CPU, GPU)}
+        agent_actor = ray.remote(max_restarts=-1, max_task_retries=-1)(RayHostAgent)
         for number in range(wanted.hosts):
-            actor = kept.options(
+            actor = agent_actor.options(
                 num_cpus=cpus,
                 num_gpus=gpus,
-                resources=others,
+                resources=extra,
                 scheduling_strategy=PlacementGroupSchedulingStrategy(self._group, number),
             ).remote(run.scheduler, run.folder, run.keys, cpus, gpus)
             self._watches[actor.watch.remote()] = actor
@@ -140,11 +140,11 @@ class RayDriver:
         for watch in ray.wait(list(self._watches), timeout=0)[0] if self._watches else ():
             actor = self._watches.pop(watch)
             try:
-                said = ray.get(watch)
+                notice = ray.get(watch)
             except ray.exceptions.RayError as error:
-                said = f"Ray gives an agent up: {str(error).strip().splitlines()[-1]}"
-            if said:
-                self._channel.send(AgentEnded(said))
+                notice = f"Ray gives an agent up: {str(error).strip().splitlines()[-1]}"
+            if notice:
+                self._channel.send(AgentEnded(notice))
             del actor
 
     def _end(self) -> None:

@@ -40,12 +40,12 @@ def script(job: Job, folder: str, options: Mapping[str, str] | None = None) -> s
                 " it as time=02:00:00"
             )
         given[name] = value
-    told = "\n".join(
+    lines = "\n".join(
         f"#SBATCH --{name}{'=' if value else ''}{value}" for name, value in given.items()
     )
     runs = f"{shlex.quote(job.runs)}/slurm-$SLURM_JOB_ID"
     return (
-        f"#!/bin/sh\n{told}\n"
+        f"#!/bin/sh\n{lines}\n"
         f"cd {shlex.quote(folder)} || exit 1\n"
         f'mkdir -p {runs}/logs && exec >>{runs}/logs/attempt-"${{SLURM_RESTART_COUNT:-0}}".log 2>&1'
         " || exit 1\n"

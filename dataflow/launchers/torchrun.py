@@ -290,13 +290,13 @@ def become_agent(environ: MutableMapping[str, str], within_s: float) -> None:
         sys.exit(0)
     keys = secret_keys(environ)
     environ.pop(SECRET, None)
-    told = ask(endpoint(ranks.master, str(ranks.port)), keys, ranks.rank, within_s)
+    answer = ask(endpoint(ranks.master, str(ranks.port)), keys, ranks.rank, within_s)
     pipe, end = os.pipe()
-    os.write(end, told.keys)
+    os.write(end, answer.keys)
     os.close(end)
     os.set_inheritable(pipe, True)
     agent = AgentEnvironment(
-        scheduler=told.scheduler, folder=told.folder, keys=f"fd:{pipe}"
+        scheduler=answer.scheduler, folder=answer.folder, keys=f"fd:{pipe}"
     ).to_environ()
     sys.stdout.flush()
     sys.stderr.flush()

@@ -39,8 +39,8 @@ from dataflow.system.clocks import RunClock, Seldom
 from dataflow.system.interrupts import asked_to_end
 from dataflow.system.optional_files import Extras, warn
 from dataflow.system.processes import machine
+from dataflow.trackers.children import TrackersOfRun
 from dataflow.trackers.chosen import ChosenTracker
-from dataflow.trackers.following import TrackersOfRun
 from dataflow.worker.host import Settings
 from dataflow.worker.kept_counts import total
 from dataflow.worker.swapped import swapped
@@ -181,6 +181,7 @@ def execute(run: RunSpec) -> TrainingResult:
     watch = ProgressWatch(run.graph, run.plan, folder, run.settings.steps, clock, run.begun.steps)
     times = Times(folder, run.begun)
     following = TrackersOfRun(folder, run.track, run.settings.limits)
+    notices += following.look()
     try:
         with _told_if_it_fails(times, watch):
             outcome = (
@@ -240,6 +241,10 @@ def _processes(
             while texts:
                 view.message(texts.pop(0))
 
+    def starts(late: Any) -> None:
+        view.update(watch.starting(late))
+        notices.extend(following.look())
+
     seldom, stopping = Seldom(), StopSignals(scheduler.wish_drain)
     with showing(sys.stdout, quiet=run.quiet) as view:
         with (
@@ -251,7 +256,7 @@ def _processes(
             asked_at = {"address": scheduler.address, "pid": os.getpid(), "machine": machine()}
             socket_folder.mark(scheduler.folder, folder)
             folder.write_json(socket_folder.CONTROL, asked_at)
-            scheduler.start(progress=lambda late: view.update(watch.starting(late)))
+            scheduler.start(progress=starts)
             while not scheduler.table.run.over:
                 scheduler.turn(0.1)
                 scheduler.check()

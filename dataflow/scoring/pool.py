@@ -34,7 +34,6 @@ from dataflow.scoring.server import (
     start_server,
 )
 from dataflow.system.channel import Channel
-from dataflow.system.child import end, let_go_on
 from dataflow.system.messages import MessageError
 
 _PATIENCE_S = 10.0
@@ -186,8 +185,8 @@ class Pool:
                 process.dismiss()
             self._close_channel(process)
         self._control.close()
-        let_go_on(self._server)
-        end(self._server, _CLOSE_S)
+        self._server.let_go_on()
+        self._server.end(_CLOSE_S)
         self._selector.close()
 
     # The server and its processes
@@ -241,7 +240,7 @@ class Pool:
         self._deaths += 1
         self._selector.unregister(self._control)
         self._control.close()
-        end(self._server, 0.0)
+        self._server.end(0.0)
         is_blameless = not any(process.running() for process in self._processes)
         self._blameless = self._blameless + 1 if is_blameless else 0
         if self._blameless > _DEATHS:
@@ -333,7 +332,7 @@ class Pool:
     def _keep_limits(self) -> None:
         now = time.monotonic()
         if self._orders and now - self._orders[0] > _STOPPED_S:
-            let_go_on(self._server)
+            self._server.let_go_on()
         if self._orders and now - self._orders[0] > _PATIENCE_S:
             self._restart_server()
             return

@@ -32,7 +32,7 @@ from dataflow.scoring.calls import (
 )
 from dataflow.scoring.resting import RestingLimit
 from dataflow.system.channel import Channel
-from dataflow.system.child import Forked, ended_within, fork, let_go_on
+from dataflow.system.child import Child, fork
 from dataflow.system.interrupts import leave_to_leader
 from dataflow.system.messages import Codec, Message, MessageError
 
@@ -401,7 +401,7 @@ SERVER: Codec[Any] = Codec(
 )
 
 
-def start_server(progress: memoryview, settings: PoolSettings) -> tuple[Channel[Any], Forked]:
+def start_server(progress: memoryview, settings: PoolSettings) -> tuple[Channel[Any], Child]:
     """Fork the server; our end of its channel, and its process.
 
     The kernel lets it go on when its owner ends: one that was stopped could not clean up.
@@ -427,14 +427,14 @@ def _serve(control: Channel[Any], owner: int, progress: memoryview, settings: Po
         stopped a process
     unblocked by: an order, or the end of the owner
     """
-    processes: dict[int, Forked] = {}
+    processes: dict[int, Child] = {}
     try:
         while True:
             if not control.readable(_LOOK_S):
                 if os.getppid() != owner:
                     break
                 for process in processes.values():
-                    let_go_on(process)
+                    process.let_go_on()
                 continue
             for order in control.arrived():
                 number = order.process
@@ -445,24 +445,24 @@ def _serve(control: Channel[Any], owner: int, progress: memoryview, settings: Po
                         os.close(end)
                         control.send(Spawned(number, processes[number].pid))
                     case EndProcess():
-                        control.send(ProcessEnded(number, _ended(processes.pop(number))))
+                        control.send(ProcessEnded(number, processes.pop(number).end(0.0)))
                     case Lost():
                         lost = processes.pop(number)
-                        lives = not ended_within(lost, _LAST_BREATH_S)
-                        status = _ended(lost)
+                        lives = not lost.ended_within(_LAST_BREATH_S)
+                        status = lost.end(0.0)
                         control.send(ProcessEnded(number, None if lives else status))
     except (OSError, EOFError):
         pass
     finally:
         until_s = time.monotonic() + (_GIVE_BACK_S if settings.asks else 0.0)
         for process in processes.values():
-            ended_within(process, until_s - time.monotonic())
+            process.ended_within(until_s - time.monotonic())
         for process in processes.values():
-            _ended(process)
+            process.end(0.0)
     return 0
 
 
-def _spawn(end: int, number: int, progress: memoryview, settings: PoolSettings) -> Forked:
+def _spawn(end: int, number: int, progress: memoryview, settings: PoolSettings) -> Child:
     def make() -> int:
         _limit_memory(settings.memory_mb)
         width = settings.concurrency * PROGRESS_FIELDS
@@ -473,12 +473,6 @@ def _spawn(end: int, number: int, progress: memoryview, settings: PoolSettings) 
         return 0
 
     return fork(make, leads=True, keep=[end], ends_with_parent=signal.SIGKILL)
-
-
-def _ended(process: Forked) -> int:
-    """Kill a process and all that it started, unless it has ended by itself; its exit status."""
-    process.kill()
-    return process.wait()
 
 
 def _go_quiet() -> None:

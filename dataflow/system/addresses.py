@@ -37,12 +37,12 @@ def resolved(name: str, whose: str) -> str:
 def _of(name: str, addresses: Sequence[Any]) -> str:
     """An address that an interface has, of version 4 where there is one."""
     for family in (socket.AF_INET, socket.AF_INET6):
-        for each in addresses:
+        for address in addresses:
             if (
-                each.family == family
-                and not ipaddress.ip_address(each.address.partition("%")[0]).is_link_local
+                address.family == family
+                and not ipaddress.ip_address(address.address.partition("%")[0]).is_link_local
             ):
-                return str(each.address)
+                return str(address.address)
     raise RunError(
         f"interface '{name}' has no address that others could reach; name another one, or an"
         " address"
@@ -53,11 +53,11 @@ def _route(towards: str) -> str:
     """The address that packets to another one would leave from; none is sent."""
     host, _, port = towards.removeprefix("tcp://").rpartition(":")
     try:
-        family, kind, _, _, there = socket.getaddrinfo(
+        family, kind, _, _, socket_address = socket.getaddrinfo(
             host.strip("[]"), int(port), type=socket.SOCK_DGRAM
         )[0]
         with socket.socket(family, kind) as trial:
-            trial.connect(there)
+            trial.connect(socket_address)
             return str(trial.getsockname()[0])
     except (OSError, ValueError) as error:
         raise RunError(

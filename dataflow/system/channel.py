@@ -91,7 +91,7 @@ class Channel(Generic[M]):
         if body is not None:
             self._check_size(len(body))
             frames = [LENGTH.pack(len(body) | BODY), body, *frames]
-        self._out.append((memoryview(b"".join(frames)), [os.dup(each) for each in files]))
+        self._out.append((memoryview(b"".join(frames)), [os.dup(file) for file in files]))
         self.flush()
 
     @property
@@ -103,16 +103,16 @@ class Channel(Generic[M]):
         """Send what the peer takes now. Raises OSError when it is gone."""
         with contextlib.suppress(BlockingIOError):
             while self._out:
-                left, files = self._out[0]
+                data, files = self._out[0]
                 rights = (
                     [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", files))]
                     if files
                     else []
                 )
-                sent = self._end.sendmsg([left], rights, socket.MSG_DONTWAIT)
+                sent = self._end.sendmsg([data], rights, socket.MSG_DONTWAIT)
                 _close_all(files)
-                if sent < len(left):
-                    self._out[0] = left[sent:], ()
+                if sent < len(data):
+                    self._out[0] = data[sent:], ()
                 else:
                     self._out.popleft()
 
@@ -138,16 +138,16 @@ class Channel(Generic[M]):
             pass
         if self._is_over and not self._frames:
             raise EOFError("the other side has closed the channel")
-        found: list[M] = []
+        messages: list[M] = []
         while self._frames:
             try:
-                found.append(self._codec.decode(self._frames[0]))
+                messages.append(self._codec.decode(self._frames[0]))
             except MessageError:
-                if found:  # they come first
-                    return found
+                if messages:  # they come first
+                    return messages
                 raise
             self._frames.popleft()
-        return found
+        return messages
 
     def readable(self, wait_s: float | None) -> bool:
         """Whether a message, or a part of one, or the peer's end comes within `wait_s` seconds;
@@ -210,5 +210,5 @@ class Channel(Generic[M]):
 
 
 def _close_all(files: Iterable[int]) -> None:
-    for each in files:
-        os.close(each)
+    for file in files:
+        os.close(file)

@@ -1,5 +1,5 @@
 """A child process: how one is started, dies with its parent, is waited for and ended, with all that
-it started.
+it has started. With `channel.Channel.pair` it is spoken to.
 """
 
 import contextlib
@@ -9,50 +9,61 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, NoReturn, Protocol
+from typing import IO, Any, Literal, NoReturn
 
 from dataflow.errors import RunError
 from dataflow.system import forking
+from dataflow.system.keeper import END
 
 ROOT = Path(__file__).resolve().parents[2]
 """Where a Python of its own finds this project."""
 _KEEPER = Path(__file__).with_name("keeper.py")
 _PR_SET_PDEATHSIG = 1
 _LOOK_S = 0.002
+KILL_S = 5.0
+"""For the end of a process that was killed."""
+LAST_BYTES = 2000
+"""Of what it has printed that an error shows."""
 
 
-class Child(Protocol):
-    """A child of this process, as subprocess.Popen shows it."""
+class Child:
+    """A process that this one has started: a fork, or a program.
 
-    pid: int
+    Its end takes along what it leaves behind: its process group where it leads one, all that it has
+    started where a keeper stands in between. Every wait has a deadline.
 
-    @property
-    def returncode(self) -> int | None:
-        """Its exit status; minus a signal's number; None while `wait` and `poll` have not seen its
-        end.
+    consumes: the kernel's word of its end; what it says last, where `words` are kept
+    produces: signals to it; its exit status, once it has been seen
+    waits for: its end, up to a deadline
+    unblocked by: its end
+    """
+
+    host = ""
+    """Where it is; empty: here."""
+
+    def __init__(
+        self,
+        pid: int,
+        *,
+        leads: bool = False,
+        has_keeper: bool = False,
+        program: "subprocess.Popen[Any] | None" = None,
+        words: IO[bytes] | None = None,
+    ) -> None:
+        """leads: it has a process group of its own, whose rest is killed before its end is told.
+        has_keeper: `pid` is its keeper's. words: the file that has what it prints.
         """
+        self.pid, self.returncode = pid, None
+        self._leads, self._has_keeper, self._program = leads, has_keeper, program
+        self._words_file, self._words = words, ""
 
-    def poll(self) -> int | None:
-        """The exit status, if it has ended."""
-
-    def wait(self, timeout: float | None = None) -> int:
-        """The exit status. Raises subprocess.TimeoutExpired after `timeout` seconds."""
-
-    def kill(self) -> None:
-        """SIGKILL, unless its end has been seen."""
-
-
-class Forked:
-    """A fork of this process."""
-
-    def __init__(self, pid: int, *, leads: bool = False) -> None:
-        """leads: it has a process group of its own, whose rest is killed before its end is told."""
-        self.pid, self._leads = pid, leads
-        self.returncode: int | None = None
+    returncode: int | None
+    """Its exit status; minus a signal's number; None while nobody has seen its end."""
 
     def poll(self) -> int | None:
         """The exit status, if it has ended."""
@@ -62,9 +73,16 @@ class Forked:
                     return None
                 if self._leads:  # until it is reaped its number is nobody else's
                     _signal(os.killpg, self.pid, signal.SIGKILL)
-                self.returncode = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
+                self.returncode = (
+                    os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
+                    if self._program is None
+                    else self._program.wait(KILL_S)
+                )
             except ChildProcessError:  # somebody else has taken it
                 self.returncode = 0
+            self._words = self.last_words
+            if self._words_file is not None:
+                self._words_file.close()
         return self.returncode
 
     def wait(self, timeout: float | None = None) -> int:
@@ -75,7 +93,7 @@ class Forked:
         deadline = time.monotonic() + (float("inf") if timeout is None else timeout)
         while (status := self.poll()) is None:
             if time.monotonic() >= deadline:
-                raise subprocess.TimeoutExpired("fork", timeout or 0.0)
+                raise subprocess.TimeoutExpired(f"process {self.pid}", timeout or 0.0)
             time.sleep(_LOOK_S)
         return status
 
@@ -87,13 +105,72 @@ class Forked:
             _signal(os.kill, self.pid, number)
 
     def kill(self) -> None:
-        """SIGKILL, unless its end has been seen; with its group where it leads one."""
-        if self.poll() is None:
+        """End it by force, with its group where it leads one, or all that it has started where it
+        has a keeper; nothing where its end has been seen.
+        """
+        if self.poll() is not None:
+            return
+        if self._has_keeper:
+            self.signal(END)
+            self.signal(signal.SIGCONT)
+        else:
             self.signal(signal.SIGKILL, group=self._leads)
 
     def change(self) -> Literal["stopped", "continued"] | None:
         """What a signal has done to it since the last look."""
-        return _change(self.pid)
+        with contextlib.suppress(ChildProcessError):
+            news = os.waitid(os.P_PID, self.pid, os.WSTOPPED | os.WCONTINUED | os.WNOHANG)
+            if news is not None:
+                return "stopped" if news.si_code == os.CLD_STOPPED else "continued"
+        return None
+
+    def let_go_on(self) -> None:
+        """Let it go on where it was stopped since the last look: nobody knows whether whoever
+        stopped it comes back.
+        """
+        if self.change() == "stopped":
+            self.signal(signal.SIGCONT)
+
+    def ended_within(self, seconds: float) -> bool:
+        """Whether it ends by itself in time."""
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.wait(max(0.0, seconds))
+            return True
+        return False
+
+    def end(self, within_s: float) -> int:
+        """Wait for it, as it was asked to end, and kill it when the time is over; its exit status.
+        One that hangs in the kernel is left to it.
+        """
+        if not self.ended_within(within_s):
+            self.kill()
+            if not self.ended_within(KILL_S) and self._has_keeper:  # which hangs, too
+                self.signal(signal.SIGKILL, group=self._leads)
+                self.ended_within(KILL_S)
+        return -signal.SIGKILL if self.returncode is None else self.returncode
+
+    @property
+    def state(self) -> str:
+        """How it is, for the middle of a sentence.
+
+        >>> child = fork(lambda: 3)
+        >>> child.wait(60.0)
+        3
+        >>> child.state
+        'ended with status 3'
+        """
+        status = self.poll()
+        return "is still running" if status is None else describe_status(status)
+
+    @property
+    def last_words(self) -> str:
+        """The end of what it has printed; empty where that is not kept."""
+        file = self._words_file
+        if file is None or file.closed:
+            return self._words
+        size = file.seek(0, os.SEEK_END)
+        data = os.pread(file.fileno(), LAST_BYTES, max(0, size - LAST_BYTES))
+        return data.decode("utf-8", "replace").strip()
 
 
 def fork(
@@ -102,7 +179,7 @@ def fork(
     leads: bool = False,
     keep: Sequence[int] | None = None,
     ends_with_parent: int = 0,
-) -> Forked:
+) -> Child:
     """A fork that runs `body`, whose result is its exit status; it never returns into the caller's
     code.
 
@@ -130,26 +207,22 @@ def fork(
     if leads:
         with contextlib.suppress(OSError):  # it has done so itself, or has ended
             os.setpgid(pid, pid)
-    return Forked(pid, leads=leads)
+    return Child(pid, leads=leads)
 
 
 def program(
     module: str,
     *arguments: str,
-    end: socket.socket | None = None,
-    keep: Sequence[int] = (),
     environment: Mapping[str, str] | None = None,
     prefix: Sequence[str] = (),
     **given: Any,
-) -> "subprocess.Popen[Any]":
-    """python -m MODULE ARGUMENTS [FD of `end`]: a fresh process that finds this project, and has
-    the open files `keep`; prefix: a command that is to run it. `given` is for Popen.
+) -> Child:
+    """python -m MODULE ARGUMENTS [FD of `end`]: a fresh process that finds this project. prefix: a
+    command that is to run it. `given` is for `started`.
     """
     paths = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH", ""))))
     return started(
         [*prefix, sys.executable, "-P", "-m", module, *arguments],
-        end=end,
-        keep=keep,
         environment={**os.environ, **(environment or {}), "PYTHONPATH": paths},
         **given,
     )
@@ -161,48 +234,46 @@ def started(
     environment: Mapping[str, str],
     end: socket.socket | None = None,
     keep: Sequence[int] = (),
+    leads: bool = False,
+    outlives_s: float | None = None,
+    words: bool = False,
     **given: Any,
-) -> "subprocess.Popen[Any]":
+) -> Child:
     """COMMAND [FD of `end`]: a process with this environment and no other, and the open files
-    `keep`. `given` is for Popen.
+    `keep`.
+
+    leads: in a process group of its own, which ends with it. outlives_s: a keeper stands in
+    between, with which all that it has started ends: when it does, at `kill`, and so many seconds
+    after this process. words: what it prints is kept for `Child.last_words`,
+    but for streams of `given`, which is for Popen.
     """
     files = [] if end is None else [end.fileno()]
-    return subprocess.Popen(
+    if outlives_s is not None:
+        command = below_keeper(command, outlives_s)
+    printed = tempfile.TemporaryFile() if words else None  # noqa: SIM115
+    if printed is not None:
+        given = {"stdout": printed, "stderr": printed, **given}
+    if leads:
+        given["process_group"] = 0
+    process = subprocess.Popen(
         [*command, *map(str, files)], pass_fds=[*files, *keep], env=dict(environment), **given
+    )
+    return Child(
+        process.pid,
+        leads=leads,
+        has_keeper=outlives_s is not None,
+        program=process,
+        words=printed,
     )
 
 
-def let_go_on(child: Child) -> None:
-    """Let a child go on that was stopped since the last look: nobody knows whether whoever stopped
-    it comes back.
+def below_keeper(command: Sequence[str], outlives_s: float = 0.0) -> list[str]:
+    """The command that runs COMMAND below a keeper, which ends it with all that it has started: so
+    many seconds after this process, at `keeper.END`, and, in a session of its own, at SIGTERM.
+    Streams and exit status are those of COMMAND.
     """
-    if _change(child.pid) == "stopped":
-        _signal(os.kill, child.pid, signal.SIGCONT)
-
-
-def below_keeper(command: Sequence[str]) -> list[str]:
-    """The command that runs COMMAND below a keeper, which ends it with all that it has started:
-    when this process ends, at `keeper.END`, and, in a session of its own, at SIGTERM. Streams and
-    exit status are those of COMMAND.
-    """
-    return [sys.executable, "-I", "-S", str(_KEEPER), str(os.getpid()), *command]
-
-
-def ended_within(child: Child, seconds: float) -> bool:
-    """Whether a child that was asked to end does so in time."""
-    with contextlib.suppress(subprocess.TimeoutExpired):
-        child.wait(max(0.0, seconds))
-        return True
-    return False
-
-
-def end(child: Child, within_s: float) -> int:
-    """Wait for a child that was asked to end, and kill it when the time is over; its exit
-    status.
-    """
-    if not ended_within(child, within_s):
-        child.kill()
-    return child.wait()
+    parent = str(os.getpid())
+    return [sys.executable, "-I", "-S", str(_KEEPER), parent, str(outlives_s), *command]
 
 
 def describe_status(status: int) -> str:
@@ -238,14 +309,6 @@ def run_forever(body: Callable[[], int]) -> NoReturn:
         os._exit(status)
 
 
-def _change(pid: int) -> Literal["stopped", "continued"] | None:
-    with contextlib.suppress(ChildProcessError):
-        found = os.waitid(os.P_PID, pid, os.WSTOPPED | os.WCONTINUED | os.WNOHANG)
-        if found is not None:
-            return "stopped" if found.si_code == os.CLD_STOPPED else "continued"
-    return None
-
-
 def _signal(send: Callable[[int, int], None], whom: int, number: int) -> bool:
     """Whether there was somebody to take it."""
     with contextlib.suppress(ProcessLookupError, PermissionError):
@@ -260,7 +323,7 @@ def let_go_of_files(keep: Sequence[int]) -> None:
     that gets it.
     """
     nothing = os.open(os.devnull, os.O_RDWR)
-    for number in [int(each.name) for each in Path("/dev/fd").iterdir()]:
+    for number in [int(file.name) for file in Path("/dev/fd").iterdir()]:
         if number not in (*keep, nothing):
             with contextlib.suppress(OSError):
                 os.fstat(number)

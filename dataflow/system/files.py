@@ -48,9 +48,9 @@ def disk(
     try:
         yield
     except OSError as error:
-        said = error.strerror or str(error)
+        reason = error.strerror or str(error)
         raise RunFolderError(
-            f"{doing} '{path}' failed: {said}; {_advice(error, path, then)}"
+            f"{doing} '{path}' failed: {reason}; {_advice(error, path, then)}"
         ) from error
 
 

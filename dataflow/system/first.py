@@ -46,16 +46,16 @@ def check_packages() -> None:
     """Say whose the packages are that a user's file hides, by its name. Errors: ImportError for one
     that nothing goes without.
     """
-    if (found := stranger("transport")) is not None:
+    if (path := stranger("transport")) is not None:
         raise ImportError(
-            f"'transport' is {found}, which hides Dataflow RL's package of that name at {_ROOT};"
+            f"'transport' is {path}, which hides Dataflow RL's package of that name at {_ROOT};"
             " rename it"
         )
     for name in ("operators", "graphs"):
-        if (found := stranger(name)) is not None:
+        if (path := stranger(name)) is not None:
             hides = f"hides Dataflow RL's package of that name at {_ROOT}"
             print(
-                f"note: '{name}' is {found}, which {hides}; rename it to import from there",
+                f"note: '{name}' is {path}, which {hides}; rename it to import from there",
                 file=sys.stderr,
             )
 

@@ -35,20 +35,20 @@ def gpu_names(library: Any = None) -> list[str]:
 def _asked(library: Any, ask: Callable[[Any, ctypes.c_void_p], T | None]) -> list[T]:
     """Of those that answer; the library says 0 when all is well."""
     with contextlib.suppress(OSError, AttributeError):
-        asked = library or ctypes.CDLL(_LIBRARY)
-        if asked.nvmlInit_v2():
+        nvml = library or ctypes.CDLL(_LIBRARY)
+        if nvml.nvmlInit_v2():
             return []
         try:
-            count, found = ctypes.c_uint(), []
-            if asked.nvmlDeviceGetCount_v2(ctypes.byref(count)):
+            count, devices = ctypes.c_uint(), []
+            if nvml.nvmlDeviceGetCount_v2(ctypes.byref(count)):
                 return []
             for number in range(count.value):
                 handle = ctypes.c_void_p()
-                if not asked.nvmlDeviceGetHandleByIndex_v2(number, ctypes.byref(handle)):
-                    found.append(ask(asked, handle))
-            return [each for each in found if each is not None]
+                if not nvml.nvmlDeviceGetHandleByIndex_v2(number, ctypes.byref(handle)):
+                    devices.append(ask(nvml, handle))
+            return [device for device in devices if device is not None]
         finally:
-            asked.nvmlShutdown()
+            nvml.nvmlShutdown()
     return []
 
 

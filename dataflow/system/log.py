@@ -17,11 +17,11 @@ def node_log(node: str) -> Any:
     """
     if structlog.is_configured():
         return structlog.get_logger(node=node)
-    told = structlog.wrap_logger(
+    logger = structlog.wrap_logger(
         structlog.PrintLogger(sys.stderr),
         wrapper_class=structlog.make_filtering_bound_logger(logging.WARNING),
     )
-    return told.bind(node=node)
+    return logger.bind(node=node)
 
 
 def log_to(path: Path) -> None:

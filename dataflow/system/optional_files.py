@@ -82,23 +82,23 @@ def read_map(
     """
     text = read_text(path, tell)
     try:
-        found = json.loads(text) if text else {}
+        values = json.loads(text) if text else {}
     except ValueError as error:
         tell(f"'{path}' is not JSON: {error}; it counts as missing")
         return {}
-    if not isinstance(found, dict):
-        tell(f"'{path}' holds no JSON map but a {type(found).__name__}; it counts as missing")
+    if not isinstance(values, dict):
+        tell(f"'{path}' holds no JSON map but a {type(values).__name__}; it counts as missing")
         return {}
     wrong = [
         name
         for name, kind in (kinds or {}).items()
-        if name in found and not isinstance(found[name], kind)
+        if name in values and not isinstance(values[name], kind)
     ]
     if wrong:
         tell(
             f"'{path}' has values of other types than were written: {wrong}; they count as missing"
         )
-    return {name: value for name, value in found.items() if name not in wrong}
+    return {name: value for name, value in values.items() if name not in wrong}
 
 
 def read_lines(path: Path, tell: Tell = warn) -> tuple[list[dict[str, Any]], int]:

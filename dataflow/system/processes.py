@@ -65,13 +65,13 @@ def user_here() -> str:
 
 def look(pids: Iterable[int], during_s: float) -> dict[int, Process]:
     """Every process as it is, its CPU measured over so many seconds; 0: no figure of CPU."""
-    wanted = list(pids)
+    numbers = list(pids)
     if not during_s:
-        return {pid: _look(pid, None, 0.0) for pid in wanted}
-    before, began = {pid: cpu_s(pid) for pid in wanted}, time.monotonic()
+        return {pid: _look(pid, None, 0.0) for pid in numbers}
+    before, began = {pid: cpu_s(pid) for pid in numbers}, time.monotonic()
     time.sleep(during_s)
     passed = time.monotonic() - began
-    return {pid: _look(pid, before[pid], passed) for pid in wanted}
+    return {pid: _look(pid, before[pid], passed) for pid in numbers}
 
 
 def below(pid: int) -> list[int]:
@@ -90,28 +90,28 @@ def below_each(pids: Iterable[int]) -> dict[int, list[int]]:
         with contextlib.suppress(OSError), open(f"/proc/{name}/stat", "rb") as file:  # noqa: PTH123
             fields = file.read().rpartition(b")")[2].split()  # behind a name that may hold anything
             children[int(fields[1])].append(int(name))
-    found: dict[int, list[int]] = {}
+    descendants: dict[int, list[int]] = {}
     for pid in pids:
-        found[pid], seen = list(children[pid]), {pid}
+        descendants[pid], visited = list(children[pid]), {pid}
         # which grows; a number given out anew meanwhile may stand above itself
-        for child in found[pid]:
-            if child not in seen:
-                seen.add(child)
-                found[pid] += children[child]
-        found[pid] = list(dict.fromkeys(found[pid]))
-    return found
+        for child in descendants[pid]:
+            if child not in visited:
+                visited.add(child)
+                descendants[pid] += children[child]
+        descendants[pid] = list(dict.fromkeys(descendants[pid]))
+    return descendants
 
 
 def using(folder: Path) -> list[tuple[int, str]]:
     """Processes that have files below a folder open, and their command lines; this one left out."""
-    found = []
+    users = []
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error, OSError):
             if process.pid != os.getpid() and any(
                 Path(f.path).is_relative_to(folder) for f in process.open_files()
             ):
-                found.append((process.pid, " ".join(process.cmdline())))
-    return found
+                users.append((process.pid, " ".join(process.cmdline())))
+    return users
 
 
 def dump(pid: int, log: Path) -> str:
@@ -123,13 +123,13 @@ def dump(pid: int, log: Path) -> str:
     size = log.stat().st_size if log.exists() else 0
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.kill(pid, signal.SIGUSR1)
-    deadline, said = time.monotonic() + _DUMP_S, ""
+    deadline, text = time.monotonic() + _DUMP_S, ""
     while time.monotonic() < deadline:
         time.sleep(0.05)
-        if (now := tail(log, size)) and now == said:
+        if (now := tail(log, size)) and now == text:
             break
-        said = now
-    return said
+        text = now
+    return text
 
 
 def _look(pid: int, before: float | None, passed: float) -> Process:

@@ -40,7 +40,7 @@ def take() -> list[dict[str, Any]]:
     thread left out.
     """
     names = {thread.ident: thread.name for thread in threading.enumerate()}
-    found = []
+    lines = []
     for ident, frame in sys._current_frames().items():
         if ident == threading.get_ident():
             continue
@@ -49,8 +49,8 @@ def take() -> list[dict[str, Any]]:
         while at is not None and len(frames) < MOST_FRAMES:
             frames.append([at.f_code.co_filename, at.f_lineno or 0, at.f_code.co_qualname])
             at = at.f_back
-        found.append({"name": names.get(ident, f"thread {ident}"), "frames": frames[::-1]})
-    return sorted(found, key=lambda thread: (thread["name"] != "MainThread", thread["name"]))
+        lines.append({"name": names.get(ident, f"thread {ident}"), "frames": frames[::-1]})
+    return sorted(lines, key=lambda thread: (thread["name"] != "MainThread", thread["name"]))
 
 
 def read(plain: list[dict[str, Any]]) -> tuple[Thread, ...]:

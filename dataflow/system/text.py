@@ -24,14 +24,14 @@ def sound(value: T) -> T:
     >>> sound({"a": ["\\ud83d\\ude00", 1.5]}) == {"a": ["\\N{GRINNING FACE}", 1.5]}
     True
     """
-    made: Any = value
+    result: Any = value
     if isinstance(value, str) and not is_sound(value):
-        made = value.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+        result = value.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
     elif isinstance(value, Mapping):
-        made = {sound(key): sound(each) for key, each in value.items()}
+        result = {sound(key): sound(item) for key, item in value.items()}
     elif isinstance(value, list | tuple):
-        made = [sound(each) for each in value]
-    return made  # type: ignore[no-any-return]
+        result = [sound(item) for item in value]
+    return result  # type: ignore[no-any-return]
 
 
 def is_sound(value: Any) -> bool:
@@ -42,7 +42,7 @@ def is_sound(value: Any) -> bool:
         except UnicodeEncodeError:
             return False
     if isinstance(value, Mapping):
-        return all(is_sound(key) and is_sound(each) for key, each in value.items())
+        return all(is_sound(key) and is_sound(item) for key, item in value.items())
     return not isinstance(value, list | tuple) or all(map(is_sound, value))
 
 
@@ -78,4 +78,4 @@ def _fits(value: Any, depth: int) -> bool:
         if isinstance(value, list | tuple)
         else ()
     )
-    return depth >= 0 and all(_fits(each, depth - 1) for each in inner)
+    return depth >= 0 and all(_fits(item, depth - 1) for item in inner)

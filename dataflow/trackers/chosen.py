@@ -53,11 +53,11 @@ class ChosenTracker:
         """What a user named. Errors: GraphError where there is no such tracker, or it cannot be
         used here.
         """
-        found = _named(wished) if isinstance(wished, str) else _object(wished)
-        tracker = wished if isinstance(wished, Tracker) else found.make()
+        chosen = _named(wished) if isinstance(wished, str) else _object(wished)
+        tracker = wished if isinstance(wished, Tracker) else chosen.make()
         if (why := tracker.missing()) is not None:
             raise GraphError(why)
-        return found
+        return chosen
 
     @property
     def reference(self) -> str:
@@ -66,9 +66,9 @@ class ChosenTracker:
 
     def make(self) -> Tracker:
         """The tracker itself. Errors: GraphError."""
-        made = _attribute(self.module, self.attribute)
+        value = _attribute(self.module, self.attribute)
         try:
-            tracker = made(**self.given) if isinstance(made, type) else made
+            tracker = value(**self.given) if isinstance(value, type) else value
         except TypeError as error:
             raise GraphError(
                 f"tracker '{self.attribute}' cannot be made: {error}; give its fields a default"
@@ -86,15 +86,15 @@ def choose(wished: Iterable[Wished]) -> tuple[ChosenTracker, ...]:
     are the same.
     """
     _refuse_import()
-    found: dict[str, ChosenTracker] = {}
-    for each in wished:
-        chosen = ChosenTracker.of(each)
-        if chosen.name in found:
+    trackers: dict[str, ChosenTracker] = {}
+    for name_or_tracker in wished:
+        chosen = ChosenTracker.of(name_or_tracker)
+        if chosen.name in trackers:
             raise GraphError(
                 f"a run has each tracker once, but '{chosen.name}' was given twice; leave one out"
             )
-        found[chosen.name] = chosen
-    return tuple(found.values())
+        trackers[chosen.name] = chosen
+    return tuple(trackers.values())
 
 
 def _refuse_import() -> None:
@@ -129,7 +129,7 @@ def _object(wished: "Tracker | type[Tracker]") -> ChosenTracker:
             "a tracker is named, or derived from dataflow.trackers.Tracker, but got a"
             f" {type(wished).__name__}; give 'wandb', say, or a class of your own"
         )
-    given = {} if isinstance(wished, type) else _fields(wished)
+    arguments = {} if isinstance(wished, type) else _fields(wished)
     if "<locals>" in kind.__qualname__:
         raise GraphError(
             f"tracker {kind.__name__} is defined within a function, where its process does not find"
@@ -140,7 +140,7 @@ def _object(wished: "Tracker | type[Tracker]") -> ChosenTracker:
         kind.__name__,
     )
     return ChosenTracker(
-        name=_file_name(name), module=_place(kind), attribute=kind.__qualname__, given=given
+        name=_file_name(name), module=_place(kind), attribute=kind.__qualname__, given=arguments
     )
 
 
@@ -153,21 +153,21 @@ def _fields(tracker: Tracker) -> dict[str, Any]:
                 " dataclass, and open things in `start`"
             )
         return {}
-    wanted = [field for field in dataclasses.fields(tracker) if field.init]
-    found = {field.name: getattr(tracker, field.name) for field in wanted}
-    found = {
-        f.name: found[f.name]
-        for f in wanted
-        if f.default is dataclasses.MISSING or found[f.name] != f.default
+    fields = [field for field in dataclasses.fields(tracker) if field.init]
+    values = {field.name: getattr(tracker, field.name) for field in fields}
+    values = {
+        f.name: values[f.name]
+        for f in fields
+        if f.default is dataclasses.MISSING or values[f.name] != f.default
     }
     try:
-        to_json(found)
+        to_json(values)
     except (TypeError, ValueError) as error:
         raise GraphError(
             f"the fields of tracker {type(tracker).__name__} go to its process as JSON, but"
             f" {error}; use texts, numbers, lists and maps"
         ) from error
-    return found
+    return values
 
 
 def _place(kind: type) -> str:
@@ -191,7 +191,7 @@ def _place(kind: type) -> str:
 def _attribute(module: str, attribute: str) -> Any:
     loads = _LOADS.set(True)
     try:
-        found: Any = _module(module)
+        value: Any = _module(module)
     except Exception as error:
         raise GraphError(
             f"tracker '{module}:{attribute}' cannot be imported: {type(error).__name__}: {error};"
@@ -200,12 +200,12 @@ def _attribute(module: str, attribute: str) -> Any:
     finally:
         _LOADS.reset(loads)
     for part in attribute.split("."):
-        found = getattr(found, part, None)
-    if found is None:
+        value = getattr(value, part, None)
+    if value is None:
         raise GraphError(
             f"'{module}' has no tracker '{attribute}'; define it there, or name another"
         )
-    return found
+    return value
 
 
 def _module(place: str) -> ModuleType:
@@ -230,4 +230,4 @@ def recorded_names(chosen: Sequence[ChosenTracker]) -> list[str] | None:
     """For config.json: the libraries among them, which a run that is resumed by a script has
     again.
     """
-    return [each.name for each in chosen if each.name in LIBRARIES] or None
+    return [tracker.name for tracker in chosen if tracker.name in LIBRARIES] or None

@@ -2,8 +2,7 @@
 it is.
 """
 
-import contextlib
-import sys
+import math
 from pathlib import Path
 from typing import Annotated
 
@@ -37,8 +36,8 @@ def track_run(
     from dataflow.history.resume import TIMES
     from dataflow.runs.state import RUNNING, state_of
     from dataflow.system.priority import step_back
+    from dataflow.trackers.children import TrackersOfRun
     from dataflow.trackers.chosen import LIBRARIES, Wished, choose
-    from dataflow.trackers.keeper import TrackerKeeper
     from dataflow.trackers.libraries.prometheus import PrometheusTracker
 
     folder = RunFolder.open(run)
@@ -51,23 +50,19 @@ def track_run(
             "a run is told to somebody, but no tracker was named; give --to"
             f" {' or --to '.join(LIBRARIES)}"
         )
-    failed: list[str] = []
-
-    def say(text: str) -> None:
-        print(clean(text), flush=True)
-        failed.extend([text] if text.startswith("tracker ") else [])
-
-    chosen = choose(wished)
+    chosen, has_failed = choose(wished), False
     step_back()
-    keeper = TrackerKeeper(folder, chosen, say, path=sys.path)
+    trackers = TrackersOfRun(folder, chosen, forks=True)
     try:
-        while not keeper.is_done:
+        while not trackers.is_done:
             if state_of(folder).word != RUNNING:
-                keeper.end(str(folder.read_json("times.json", TIMES).get("outcome", "died")))
-            with contextlib.suppress(InterruptedError):
-                keeper.turn(TURN_S)
+                outcome = str(folder.read_json("times.json", TIMES).get("outcome", "died"))
+                trackers.over(outcome, math.inf)
+            for text in trackers.look(TURN_S):
+                print(clean(text), flush=True)
+                has_failed |= text.startswith("tracker ")
     except KeyboardInterrupt:
         print("stopped; the same command goes on from here")
     finally:
-        keeper.close()
-    return 1 if failed and keeper.is_done else 0
+        trackers.close()
+    return 1 if has_failed and trackers.is_done else 0

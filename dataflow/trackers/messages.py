@@ -1,16 +1,17 @@
-"""What a tracker's process, the keeper of all trackers, and the run say to each other."""
+"""What a tracker's process and the run say to each other."""
 
 from collections.abc import Sequence
 from typing import Any
 
-from dataflow.limits import Limits
 from dataflow.system.messages import Codec, Message
 from dataflow.trackers.chosen import ChosenTracker
 
 LONGEST = 600
 """Characters of a text for people."""
+SEND_S = 5.0
+"""For the other side to read."""
 
-# From a tracker's process to its keeper
+# From a tracker's process
 
 
 class TrackerAt(Message):
@@ -43,7 +44,22 @@ class TrackerDone(Message):
     """All is told; it ends."""
 
 
-# From the keeper to a tracker's process, and from the run to the keeper
+# To a tracker's process
+
+
+class TrackRun(Message):
+    """Tell a tracker of a run; the first message."""
+
+    folder: str
+    tracker: ChosenTracker
+    path: Sequence[str]
+    """Where modules are found."""
+    leader: int
+    """The scheduler whose tracker this is; 0: whoever that is."""
+    within_s: float
+    """To take in what is left, once nobody leads the run."""
+    steps_back: bool
+    """Whether it has what nobody else wants of processors and disks."""
 
 
 class RunIsOver(Message):
@@ -59,30 +75,6 @@ class LeaveRun(Message):
     """
 
 
-# From the run to the keeper
-
-
-class KeepTrackers(Message):
-    """Which trackers of which run."""
-
-    folder: str
-    trackers: Sequence[ChosenTracker]
-    limits: Limits
-    path: Sequence[str]
-    """Where modules are found."""
-    parent: int
-    """The process of the run."""
-
-
-# From the keeper to the run
-
-
-class KeeperSays(Message):
-    """For people."""
-
-    text: str
-
-
 TRACKER_CODEC: Codec[Any] = Codec(
     "tracker",
     1,
@@ -91,7 +83,7 @@ TRACKER_CODEC: Codec[Any] = Codec(
     TrackerToldOf,
     TrackerFailed,
     TrackerDone,
+    TrackRun,
     RunIsOver,
     LeaveRun,
 )
-KEEPER_CODEC: Codec[Any] = Codec("keeper", 1, KeepTrackers, RunIsOver, KeeperSays)

@@ -7,19 +7,20 @@ import copy
 import fcntl
 import math
 import os
+import signal
 import sys
 import time
 import traceback
 import warnings
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 from dataflow.errors import where
 from dataflow.folder.ledger import Ledger, LedgerError
 from dataflow.folder.run_folder import RunFolder
+from dataflow.folder.socket_folder import CONTROL
 from dataflow.history.describe import described
 from dataflow.records import COMPLETION, ERROR, FINISH_REASON, PROMPT
 from dataflow.runs.examples import examples_of, scores_of
@@ -27,8 +28,8 @@ from dataflow.runs.texts import visible
 from dataflow.runs.which import TRAINED, Part, trainers_of
 from dataflow.system.channel import Channel
 from dataflow.system.files import RunFolderError
+from dataflow.system.messages import MessageError
 from dataflow.trackers import messages
-from dataflow.trackers.chosen import ChosenTracker
 from dataflow.trackers.tail import FOLDER, RunTail, TrackerPlace
 from dataflow.trackers.tracker import (
     TEXT,
@@ -76,25 +77,25 @@ class GroupWatch:
         with Ledger.open(self._folder.ledger, readonly=True) as ledger:
             for source in {source for node in self.last for source in ledger.sources(node)}:
                 self._look(ledger, source)
-            made = [step for node in self.last for step in self._steps(ledger, node)]
-        yield from made
+            steps = [step for node in self.last for step in self._steps(ledger, node)]
+        yield from steps
 
     def _look(self, ledger: Ledger, source: str) -> None:
-        seen, now = self._seen.setdefault(source, {}), self._clock()
+        times, now = self._seen.setdefault(source, {}), self._clock()
         end = ledger.next_group_id(source)
         first = max(self._from.get(source, 0), end - MOST_GROUPS)
         waiting = ledger.in_flight(source, among=range(first, end))
         for group in waiting:
-            seen.setdefault(group.group_id, {}).setdefault(group.state, now)
+            times.setdefault(group.group_id, {}).setdefault(group.state, now)
         self._from[source] = min((group.group_id for group in waiting), default=end)
 
     def _steps(self, ledger: Ledger, node: str) -> Iterator[StepGroups]:
         # less: it went back to a checkpoint
-        known = self.last[node] = min(self.last[node], ledger.last_step(node))
-        times = dict(ledger.step_times(node, max(0, known - 1)))
-        for step in ledger.steps(node, known, known + _STEPS):
-            seen = self._seen.get(step.source, {})
-            groups = {group: seen.pop(group, {}) for group in (*step.trained, *step.dropped)}
+        last_step = self.last[node] = min(self.last[node], ledger.last_step(node))
+        times = dict(ledger.step_times(node, max(0, last_step - 1)))
+        for step in ledger.steps(node, last_step, last_step + _STEPS):
+            states = self._seen.get(step.source, {})
+            groups = {group: states.pop(group, {}) for group in (*step.trained, *step.dropped)}
             self.last[node] = step.step
             yield StepGroups(
                 node=node,
@@ -121,16 +122,16 @@ def table_of(folder: RunFolder, node: str, step: int) -> RolloutTable | None:
     if not path.is_file():
         return None
     try:
-        found = examples_of(
+        examples = examples_of(
             [Part(path=path, outcome=TRAINED, node=node, source=None, step=step)], most=EACH
         )
     except (RunFolderError, FileNotFoundError):
         return None
     kinds = {
-        "best": found.best,
-        "worst": found.worst,
-        "by chance": found.random,
-        "with an error": found.failed,
+        "best": examples.best,
+        "worst": examples.worst,
+        "by chance": examples.random,
+        "with an error": examples.failed,
     }
     rows = [(why, row) for why, chosen in kinds.items() for row in chosen]
     scores = list(dict.fromkeys(name for _, row in rows for name in scores_of(row)))
@@ -180,10 +181,10 @@ class Settling:
 
     def certain(self) -> TrackerPlace | None:
         """The last place that has become so since this was asked before; None: there is none."""
-        found = None
+        place = None
         while self._waiting and self._clock() - self._waiting[0][0] >= self._settles_s:
-            found = self._waiting.popleft()[1]
-        return found
+            place = self._waiting.popleft()[1]
+        return place
 
 
 # What a library raised, in one line for people.
@@ -198,9 +199,11 @@ def in_one_line(error: BaseException) -> str:
     >>> in_one_line(OSError(28, "No space left"))
     'OSError: [Errno 28] No space left (at unknown line)'
     """
-    said, root = _words(error), _root(error)
-    cause = "" if root is error or " ".join(str(root).split()) in said else f", from {_words(root)}"
-    return f"{said}{cause} (at {where(error)})"
+    words, root = _words(error), _root(error)
+    cause = (
+        "" if root is error or " ".join(str(root).split()) in words else f", from {_words(root)}"
+    )
+    return f"{words}{cause} (at {where(error)})"
 
 
 def _words(error: BaseException) -> str:
@@ -211,10 +214,10 @@ def _words(error: BaseException) -> str:
 
 def _root(error: BaseException) -> BaseException:
     """What was raised first of all that led to it."""
-    seen = [error]
-    while (before := _before(seen[-1])) is not None and before not in seen:
-        seen.append(before)
-    return seen[-1]
+    errors = [error]
+    while (before := _before(errors[-1])) is not None and before not in errors:
+        errors.append(before)
+    return errors[-1]
 
 
 def _before(error: BaseException) -> BaseException | None:
@@ -229,6 +232,28 @@ _BATCH = 200
 _ALIVE_S = 0.5
 
 
+DIED = "died"
+"""How a run has ended that nobody leads."""
+
+
+class RunLeader:
+    """The scheduler whose tracker this is."""
+
+    def __init__(self, folder: RunFolder, pid: int) -> None:
+        """pid: 0: whoever leads the run."""
+        self._folder, self._pid, self._has_led = folder, pid, False
+
+    @property
+    def is_there(self) -> bool:
+        """Whether no other has taken its place, which a standby does also where it is only stopped:
+        that has another process tell the tracker, which waits for this one to end.
+        """
+        leads = self._folder.read_json(CONTROL, {"pid": int}).get("pid")
+        # until then the one before it may stand there
+        self._has_led = self._has_led or leads == self._pid
+        return not self._has_led or leads in (None, self._pid)
+
+
 class _Leaves(Exception):
     """The process is to end, and another goes on later."""
 
@@ -239,16 +264,20 @@ class TrackerProcess:
     consumes: metrics.jsonl, rollouts, the ledger, activity.jsonl; the word that the run is over, or
         to leave it
     produces: calls of the tracker; how far it has come, in the run folder
-    waits for: the tracker, without a bound: its keeper has one; lines, and the end of the run
-    unblocked by: the run, its keeper
+    waits for: the tracker, without a bound: the run has one; lines, and the end of the run
+    unblocked by: the run, its end
     """
 
-    def __init__(self, folder: RunFolder, chosen: ChosenTracker, channel: Channel[Any]) -> None:
+    def __init__(self, order: messages.TrackRun, channel: Channel[Any]) -> None:
+        folder = RunFolder.open(order.folder)
+        chosen = order.tracker
         self._folder, self._chosen, self._channel = folder, chosen, channel
+        self._leader = RunLeader(folder, order.leader)
+        self._within_s = order.within_s
         self._place = TrackerPlace.read_from(folder, chosen.name)
         self._settling = Settling(0.0, time.monotonic)
         self._outcome: str | None = None
-        self._leaves = False
+        self._leaves, self._is_led = False, True
         self._call, self._alive_at = "", float("-inf")
         self._activity = 0
 
@@ -262,33 +291,33 @@ class TrackerProcess:
                 run = self._begin(tracker)
             self._follow(tracker, run)
             with self._calling("finish"):
-                tracker.finish(self._outcome or "died")
+                tracker.finish(self._outcome or DIED)
             self._place.kept = run.kept
             self._place.write_to(self._folder, self._chosen.name)
         except _Leaves:
             return self._end(messages.TrackerFailed(call=self._call, error="left"))
         except BaseException as error:
-            with contextlib.suppress(OSError):  # the keeper that reads it may be gone
+            with contextlib.suppress(OSError):  # the run that reads it may be gone
                 traceback.print_exc()
             return self._end(messages.TrackerFailed(call=self._call, error=in_one_line(error)))
         return self._end(messages.TrackerDone())
 
     def _begin(self, tracker: Tracker) -> TrackedRun:
         graph, config = described(self._folder)
-        kept = self._place.kept
+        state = self._place.kept
         run = TrackedRun(
             name=self._folder.path.name,
             folder=self._folder.path,
             graph=graph,
             config=config,
-            goes_on=kept is not None,
-            kept=dict(kept or {}),
+            goes_on=state is not None,
+            kept=dict(state or {}),
         )
-        told = tracker.start(run)
+        where_to_look = tracker.start(run)
         self._keep(run)
         self._settling = Settling(tracker.settles_s, time.monotonic)
-        if told:
-            self._channel.send(messages.TrackerSees(text=str(told)[: messages.LONGEST]))
+        if where_to_look:
+            self._post(messages.TrackerSees(text=str(where_to_look)[: messages.LONGEST]))
         return run
 
     def _follow(self, tracker: Tracker, run: TrackedRun) -> None:
@@ -302,20 +331,20 @@ class TrackerProcess:
         while True:
             # before the look, so that nothing comes after the last one
             is_over = self._outcome is not None
-            told = self._look(tracker, run, tail, watch)
+            lines = self._look(tracker, run, tail, watch)
             if self._leaves:
                 self._close(tracker)
                 raise _Leaves
-            if is_over and not told:
+            if is_over and not lines:
                 return
-            if not told:
+            if not lines:
                 self._wait()
 
     def _look(
         self, tracker: Tracker, run: TrackedRun, tail: RunTail, watch: GroupWatch | None
     ) -> int:
         """What is there now, a batch at most; how many lines."""
-        told = 0
+        lines = 0
         for place, figures in tail:
             if figures is not None:
                 before = copy.deepcopy(run.kept)
@@ -330,25 +359,25 @@ class TrackerProcess:
                     self._close(tracker)
                     raise
             self._place.read = place
-            told += 1
+            lines += 1
             self._hear(0.0)
-            if told >= _BATCH or self._leaves:
+            if lines >= _BATCH or self._leaves:
                 break
         if watch is not None:
             with contextlib.suppress(LedgerError):
                 for groups in watch:
                     self._at("groups")
                     tracker.groups(groups)
-                    told += 1
+                    lines += 1
             self._place.steps = dict(watch.last)
         if tracker.takes_activity:
             self._look_at_activity(tracker)
-        if told:
+        if lines:
             self._at("flush")
             tracker.flush()
             self._keep(run)
-            self._channel.send(messages.TrackerToldOf(lines=told))
-        return told
+            self._post(messages.TrackerToldOf(lines=lines))
+        return lines
 
     def _tell_rollouts(self, tracker: Tracker, figures: StepFigures) -> None:
         """Those of a line's step, where it is time for some."""
@@ -386,12 +415,22 @@ class TrackerProcess:
         self._settle()
 
     def _hear(self, seconds: float) -> None:
-        """The word that the run is over, or to leave. Raises EOFError where the keeper is gone."""
-        if self._channel.readable(seconds):
-            for message in self._channel.arrived():
+        """The word that the run is over, or to leave; whoever led it may be gone."""
+        if not self._is_led:
+            time.sleep(seconds)
+            return
+        is_led = not seconds or self._leader.is_there
+        try:
+            for message in self._channel.arrived() if self._channel.readable(seconds) else ():
                 if isinstance(message, messages.RunIsOver):
                     self._outcome = message.outcome
                 self._leaves |= isinstance(message, messages.LeaveRun)
+        except (EOFError, OSError, MessageError):
+            is_led = False
+        if not is_led:
+            self._is_led, self._outcome = False, self._outcome or DIED
+            signal.signal(signal.SIGALRM, signal.SIG_DFL)
+            signal.setitimer(signal.ITIMER_REAL, self._within_s)
 
     def _hold(self) -> None:
         """Wait until no other process tells this tracker of this run."""
@@ -429,13 +468,24 @@ class TrackerProcess:
         now = time.monotonic()
         if call != self._call or now - self._alive_at >= _ALIVE_S:
             self._call, self._alive_at = call, now
-            self._channel.send(messages.TrackerAt(call=call))
+            self._live()
 
     @contextlib.contextmanager
     def _calling(self, call: str) -> Iterator[None]:
         self._call, self._alive_at = call, time.monotonic()
-        self._channel.send(messages.TrackerAt(call=call))
+        self._live()
         yield
+
+    def _live(self) -> None:
+        """Give a sign of life; a run that is stopped reads none, and needs no other."""
+        with contextlib.suppress(OSError):
+            self._channel.flush()
+            if not self._channel.has_output:
+                self._channel.post(messages.TrackerAt(call=self._call))
+
+    def _post(self, message: Any) -> None:
+        with contextlib.suppress(OSError):  # that the run is gone shows when reading
+            self._channel.post(message)
 
     def _end(self, message: Any) -> int:
         with contextlib.suppress(OSError):
@@ -443,10 +493,8 @@ class TrackerProcess:
         return 0 if isinstance(message, messages.TrackerDone) else 1
 
 
-def track(
-    folder: Path, chosen: ChosenTracker, channel: Callable[[], Channel[Any]], path: Sequence[str]
-) -> int:
-    """The body of a tracker's process. path: where modules are found."""
+def track(order: messages.TrackRun, channel: Channel[Any]) -> int:
+    """The body of a tracker's process; the exit status."""
     warnings.simplefilter("default")  # what a library says of its future is no failure
-    sys.path[:] = [*path, *(each for each in sys.path if each not in path)]
-    return TrackerProcess(RunFolder.open(folder), chosen, channel()).run()
+    sys.path[:] = [*order.path, *(entry for entry in sys.path if entry not in order.path)]
+    return TrackerProcess(order, channel).run()

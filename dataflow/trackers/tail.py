@@ -43,14 +43,14 @@ class TrackerPlace:
     @classmethod
     def read_from(cls, folder: RunFolder, name: str) -> "TrackerPlace":
         """As the file has it; at the beginning where there is none."""
-        found = folder.read_json(
+        fields = folder.read_json(
             f"{FOLDER}/{name}.json", {"read": int, "figures": int, "kept": _MAP, "steps": _MAP}
         )
         return cls(
-            read=max(0, found.get("read", 0)),
-            figures=found.get("figures", 0),
-            kept=found.get("kept"),
-            steps=found.get("steps"),
+            read=max(0, fields.get("read", 0)),
+            figures=fields.get("figures", 0),
+            kept=fields.get("kept"),
+            steps=fields.get("steps"),
         )
 
     def write_to(self, folder: RunFolder, name: str) -> None:
@@ -109,15 +109,15 @@ class RunTail:
         has_asked = is_vain = False
         for place, line in self._folder.stream_metrics(self._read):
             step = _step(line)
-            found = None
+            figures = None
             if step is not None and (kind := self._repeats.look(line, step)) != "same":
                 # it came while others were told
                 if not has_asked or (step not in self._times and not is_vain):
                     self._ask_times(step - 1)
                     has_asked, is_vain = True, step not in self._times
-                found = self._figures(line, step, kind == "otherwise")
+                figures = self._figures(line, step, kind == "otherwise")
             self._read = place
-            yield place, found
+            yield place, figures
 
     def _figures(self, line: Mapping[str, Any], step: int, is_again: bool) -> StepFigures:
         node = str(line.get("node", ""))
@@ -125,7 +125,7 @@ class RunTail:
         is_evaluation = "eval_accuracy" in line
         several = evaluations > 1 if is_evaluation else len(trainers) > 1
         front = f"{node}/" if several else ""
-        found = {
+        values = {
             f"{front}{name}": value
             for name, value in numbers(line)
             if math.isfinite(value) and not name.startswith(_LEFT_OUT)
@@ -133,7 +133,7 @@ class RunTail:
         return StepFigures(
             node=node,
             step=step,
-            numbers=found,
+            numbers=values,
             at=self._times.get(step, self._clock()),
             is_evaluation=is_evaluation,
             is_again=is_again,

@@ -32,34 +32,34 @@ class TrackedRun:
     @property
     def knobs(self) -> dict[str, str | int | float | bool]:
         """Every knob of every node as `trainer.lr`; seed, steps, and the versions of packages."""
-        found: dict[str, str | int | float | bool] = {"graph": str(self.graph.get("name"))}
+        knobs: dict[str, str | int | float | bool] = {"graph": str(self.graph.get("name"))}
         for node in self.graph.get("nodes", ()):
-            found[f"{node.get('name')}.operator"] = str(node.get("operator"))
-            found |= {
+            knobs[f"{node.get('name')}.operator"] = str(node.get("operator"))
+            knobs |= {
                 f"{node.get('name')}.{knob}": str(value)
                 for knob, value in (node.get("knobs") or {}).items()
             }
-        found |= {
+        knobs |= {
             name: self.config[name]
             for name in ("seed", "steps")
             if self.config.get(name) is not None
         }
         environment = self.config.get("environment") or {}
-        found |= {
+        knobs |= {
             f"version.{name}": str(value)
             for name, value in (environment.get("packages") or {}).items()
         }
-        return found
+        return knobs
 
     @property
     def edges(self) -> list[str]:
         """`generator -> reward`, and `trainer => generator` for weights, each once."""
         arrows = {"data": "->", "weights": "=>"}
-        found = [
+        missing = [
             f"{e['from']} {arrows.get(e.get('plane'), '->')} {e['to']}"
             for e in self.graph.get("edges", ())
         ]
-        return list(dict.fromkeys(found))
+        return list(dict.fromkeys(missing))
 
 
 @dataclass(frozen=True, kw_only=True)

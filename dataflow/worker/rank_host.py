@@ -24,7 +24,7 @@ from dataflow.graph import Graph
 from dataflow.planning.plan import Plan
 from dataflow.planning.wiring import context_facts
 from dataflow.runtime import Context
-from dataflow.system.child import Forked, fork
+from dataflow.system.child import Child, fork
 from dataflow.system.log import node_log
 from dataflow.system.rank_places import RankPlaces, Spreads
 from dataflow.system.security import RunKeys, present
@@ -40,7 +40,7 @@ _TURN_MS = 50
 class _Rank:
     """A fork of this process that is a rank."""
 
-    process: Forked
+    process: Child
     pipe: RankPipe
     hangs_up: bool = False
     """Whether rank 0 will say nothing more."""

@@ -96,15 +96,15 @@ _TURN_MS = 100
 _BACKLOG = 256
 
 
-class FarRank:
-    """A rank on another host, as a `Child`."""
+class FarRank(Child):
+    """A rank on another host."""
 
     def __init__(
         self, rank: int, host: str, end: socket.socket, kill: Callable[[int], None]
     ) -> None:
         """end: of the socket pair, not blocking; this one's from now on."""
-        self.rank, self.host, self.pid = rank, host, 0
-        self.returncode: int | None = None
+        super().__init__(0)
+        self.rank, self.host = rank, host
         self.pipe: RankPipe | None = RankPipe(end)
         """Carries its bytes to rank 0; None: it has ended."""
         self.status: int | None = None

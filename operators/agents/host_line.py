@@ -20,7 +20,7 @@ from typing import Any
 import psutil
 
 from dataflow.errors import DeadlineError, Unusable
-from dataflow.system.child import end, let_go_on, started
+from dataflow.system.child import started
 
 HOST = Path(__file__).with_name("program_host.py")
 MARKER = "DATAFLOW_PROGRAMS"
@@ -99,7 +99,7 @@ class HostLine:
         Raises Unusable where a module cannot be imported, DeadlineError where that takes too
         long.
         """
-        let_go_on(self._process)
+        self._process.let_go_on()
         self._flush()
         is_over = False
         with contextlib.suppress(BlockingIOError):
@@ -167,7 +167,7 @@ class HostLine:
 
     def _end(self, within_s: float) -> None:
         self._socket.close()
-        if end(self._process, within_s):  # it has not ended them itself
+        if self._process.end(within_s):  # it has not ended them itself
             for process in psutil.process_iter():
                 with contextlib.suppress(psutil.Error):
                     if process.environ().get(MARKER) == self._marker:

@@ -28,20 +28,13 @@ def delimiter_fault(model: Model) -> str | None:
     if (fault := template_fault(model)) is not None:
         return fault
     model_json = json.dumps({"source": model.source, "trust_remote_code": model.trust_remote_code})
-    nobody = subprocess.DEVNULL
-    trial = child.program(
-        __name__, model_json, stdin=nobody, stdout=subprocess.PIPE, stderr=nobody, text=True
-    )
+    trial = child.program(__name__, model_json, words=True, stdin=subprocess.DEVNULL)
+    trial.end(TRIAL_S)
     try:
-        output, _ = trial.communicate(timeout=TRIAL_S)
-        reason: str | None = json.loads(output.splitlines()[-1])
-        return reason
-    except (subprocess.TimeoutExpired, ValueError, IndexError):
+        fault = json.loads(trial.last_words.rpartition("\n")[2])
+    except ValueError:
         return None
-    finally:
-        child.end(trial, 0.0)
-        assert trial.stdout is not None, "it is a pipe"
-        trial.stdout.close()
+    return None if fault is None else str(fault)
 
 
 def main(model_json: str) -> None:
@@ -55,7 +48,7 @@ def main(model_json: str) -> None:
         ChatFormat(load_tokenizer(Model(**json.loads(model_json))))
     except ChatError as error:
         fault = str(error)
-    print(json.dumps(fault))
+    print(json.dumps(fault), flush=True)
 
 
 if __name__ == "__main__":

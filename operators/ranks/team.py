@@ -201,7 +201,7 @@ class Team:
             channel.close()
         deadline = time.monotonic() + END_S
         for process in self._processes.values():
-            child.end(process, deadline - time.monotonic())
+            process.end(deadline - time.monotonic())
         self._channels, self._processes = {}, {}
         shutil.rmtree(self.folder, ignore_errors=True)
 
@@ -217,21 +217,15 @@ class Team:
 
     def _who(self, rank: int) -> str:
         process = self._processes[rank]
-        host = getattr(process, "host", "")
         return (
-            f"pid {process.pid} on host '{host}', which has a log of its own"
-            if host
+            f"pid {process.pid} on host '{process.host}', which has a log of its own"
+            if process.host
             else f"pid {process.pid}"
         )
 
     def _died(self, rank: int, reason: str, doing: str) -> WorkerDied:
         process = self._processes[rank]
-        child.ended_within(process, BLAME_S)
-        how = (
-            "closed its channel"
-            if process.returncode is None
-            else child.describe_status(process.returncode)
-        )
+        how = process.state if process.ended_within(BLAME_S) else "closed its channel"
         return WorkerDied(
             f"rank {rank} of '{self.node}' ({self._who(rank)}) {how} while rank 0 waited for it in"
             f" {doing}{': ' + reason if reason else ''}; see this worker's log"

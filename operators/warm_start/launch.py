@@ -16,7 +16,7 @@ from pathlib import Path
 from dataflow.errors import GraphError, RunError
 from dataflow.model_files import PROMISED
 from dataflow.system.channel import Channel
-from dataflow.system.child import describe_status, end, program
+from dataflow.system.child import Child, program
 from dataflow.system.clocks import Countdown
 from operators.warm_start.progress import CODEC, Report, shown
 from operators.warm_start.spec import BAD_INPUT, RECORD_FILE, WarmStartSpec, recorded_fingerprint
@@ -126,18 +126,18 @@ def _train(work: Path, spec: WarmStartSpec, report: Report, timeout_s: float) ->
     """Have a process make the policy; it is started again where it is killed, as a worker is."""
     wait = Countdown(timeout_s)
     for tries_left in reversed(range(_TRIES)):
-        status, last, words = _train_once(work, spec, report, wait, timeout_s)
+        status, last, process = _train_once(work, spec, report, wait, timeout_s)
         if not status:
             return
         if status == BAD_INPUT:
-            raise GraphError(words)
+            raise GraphError(process.last_words)
         if status > 0 or not tries_left:
             raise WarmStartError(
                 f"the process of a warm start failed; found exit status {status} after {last} of "
-                f"{spec.steps} steps; it said: {words or 'nothing'}"
+                f"{spec.steps} steps; it said: {process.last_words or 'nothing'}"
             )
         print(
-            f"the process of a warm start {describe_status(status)}; it is started again",
+            f"the process of a warm start {process.state}; it is started again",
             file=sys.stderr,
         )
         shutil.rmtree(work / "policy", ignore_errors=True)
@@ -145,19 +145,18 @@ def _train(work: Path, spec: WarmStartSpec, report: Report, timeout_s: float) ->
 
 def _train_once(
     work: Path, spec: WarmStartSpec, report: Report, wait: Countdown, timeout_s: float
-) -> tuple[int, int, str]:
-    """Exit status, steps made, and the process's output."""
+) -> tuple[int, int, Child]:
+    """Exit status, steps made, and the process."""
     channel, theirs = Channel.pair(CODEC)
-    with contextlib.closing(channel), (work / "stderr").open("w+b") as errors:
+    with contextlib.closing(channel):
         with theirs:
             process = program(
                 "operators.warm_start",
                 str(work),
                 "--parent",
                 end=theirs,
+                words=True,
                 stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
-                stderr=errors,
                 environment={"OMP_NUM_THREADS": str(spec.threads)},
             )
         last = 0
@@ -173,12 +172,9 @@ def _train_once(
                         f" after {timeout_s:g} s; raise timeout_s or lower steps"
                     )
         except EOFError:
-            status = end(process, _END_S)
+            return process.end(_END_S), last, process
         finally:
-            process.kill()
-            process.wait()
-        errors.seek(0)
-        return status, last, errors.read().decode("utf-8", "replace").strip()[-2000:]
+            process.end(0.0)
 
 
 def _put_in_place(work: Path, target: Path, fingerprint: str) -> None:

@@ -718,7 +718,7 @@ LEDGER = (
     Law(
         "a hanging tracker is ended and reported once",
         "test_whatever_a_tracker_does_in_whichever_call_is_told_once[hang-log]",
-        "dataflow.trackers:TrackerKeeper._hear",
+        "dataflow.trackers:TrackersOfRun._hear",
         never("track_s"),
         "its time limit",
     ),
@@ -739,7 +739,7 @@ LEDGER = (
     Law(
         "trackers leave disk space for the run",
         "test_trackers_stand_still_where_a_run_needs_its_disk",
-        "dataflow.trackers:TrackerKeeper._look_at_room",
+        "dataflow.trackers:TrackersOfRun._look_at_room",
         assigned("free", "1 << 60"),
         "checking the disk",
     ),
@@ -753,8 +753,8 @@ LEDGER = (
     Law(
         "trackers flush before they pause",
         "test_what_a_tracker_holds_back_it_brings_out_before_trackers_stand_still",
-        "dataflow.trackers:TrackerKeeper._leave",
-        without("send"),
+        "dataflow.trackers:TrackersOfRun._leave",
+        without("_post"),
         "the request to leave",
     ),
     Law(
@@ -780,8 +780,8 @@ LEDGER = (
     ),
     Law(
         "a run's trackers belong to its leading scheduler",
-        "test_a_keeper_s_scheduler_leads_until_it_ends_or_another_stands_in_its_place",
-        "dataflow.trackers:RunProcess.is_there",
+        "test_a_tracker_s_scheduler_leads_until_another_stands_in_its_place",
+        "dataflow.trackers:RunLeader.is_there",
         returned("True", "leads"),
         "who takes commands",
     ),

@@ -42,7 +42,7 @@ from dataflow.folder.ledger.places import HOME
 from dataflow.folder.ledger.upkeep import SetPlace
 from dataflow.folder.retention import FACT
 from dataflow.folder.run_folder import RunFolder
-from dataflow.system.child import die_with_parent, ended_within, program
+from dataflow.system.child import die_with_parent, program
 from dataflow.system.files import RunFolderError, disk, flush_to_disk, to_json
 
 ANSWER_S = 20.0
@@ -50,7 +50,6 @@ ANSWER_S = 20.0
 NOWHERE = ""
 START_S = 30.0
 """For the process to begin."""
-KILL_S = 1.0
 _ERRORS = {kind.__name__: kind for kind in (GraphError, RunFolderError, TakenUp)}
 
 
@@ -247,20 +246,22 @@ def ask(task: str, address: str, *, looks: int = 1, **given: Any) -> Any:
     or takes nothing.
     """
     answer_s = looks * ANSWER_S or None
-    child = program(
-        "dataflow.folder.copies.process",
-        task,
-        json.dumps({"text": address, **given}),
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-    )
-    assert child.stdout is not None, "a pipe"
+    reads, writes = os.pipe()
     try:
-        with child.stdout as pipe:
-            line = _line(pipe.fileno(), answer_s) if _line(pipe.fileno(), START_S) else b""
+        child = program(
+            "dataflow.folder.copies.process",
+            task,
+            json.dumps({"text": address, **given}),
+            stdin=subprocess.DEVNULL,
+            stdout=writes,
+        )
     finally:
-        child.kill()
-        ended_within(child, KILL_S)  # one that hangs in the kernel is left to it
+        os.close(writes)
+    try:
+        line = _line(reads, answer_s) if _line(reads, START_S) else b""
+    finally:
+        os.close(reads)
+        child.end(0.0)  # one that hangs in the kernel is left to it
     if not line:
         raise GraphError(
             f"checkpoints cannot go to '{address}', nor come from there: it did not answer within"

@@ -19,7 +19,7 @@ from dataflow.folder.ledger import Ledger
 from dataflow.folder.ledger_service.handler import RequestHandler
 from dataflow.folder.ledger_service.service import STOP, LedgerService
 from dataflow.system.channel import Channel
-from dataflow.system.child import Forked, end, fork
+from dataflow.system.child import Child, fork
 from dataflow.system.files import RunFolderError
 from dataflow.system.interrupts import leave_to_leader
 from dataflow.system.log import log_to
@@ -129,7 +129,7 @@ class LedgerProcess:
     def close(self) -> None:
         """End it; what was committed stays."""
         self._channel.close()
-        end(self._process, 2 * STOP_S)
+        self._process.end(2 * STOP_S)
 
     def __enter__(self) -> "LedgerProcess":
         return self
@@ -153,7 +153,7 @@ class _Supervisor:
 
     def __init__(self, holds: Holds, log: Path | None) -> None:
         self._holds, self._log = holds, log
-        self._child: Forked | None = None
+        self._child: Child | None = None
         self._wanted: Serve | None = None
 
     def run(self, theirs: socket.socket) -> int:
@@ -219,7 +219,7 @@ class _Supervisor:
     def _stop(self) -> None:
         if self._child is not None:
             self._child.signal(STOP)
-            end(self._child, STOP_S)
+            self._child.end(STOP_S)
         self._child = self._wanted = None
 
 

@@ -36,8 +36,8 @@ class MlflowTracker(Tracker):
     def start(self, run: TrackedRun) -> str:
         """Begin the run there, or go on with it under its id."""
         beside = run.folder.parent
-        given = self.uri or os.environ.get("MLFLOW_TRACKING_URI")
-        uri = str(run.kept.setdefault("uri", given or _own_store(str(beside))))
+        store = self.uri or os.environ.get("MLFLOW_TRACKING_URI")
+        uri = str(run.kept.setdefault("uri", store or _own_store(str(beside))))
         if uri.startswith("file:"):
             os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")
         os.environ.setdefault("GIT_PYTHON_REFRESH", "quiet")
@@ -51,9 +51,9 @@ class MlflowTracker(Tracker):
             or os.environ.get("MLFLOW_EXPERIMENT_NAME")
             or str(run.graph.get("name"))
         )
-        known = self._client.get_experiment_by_name(name)
-        if known is not None:
-            experiment = known.experiment_id
+        known_experiment = self._client.get_experiment_by_name(name)
+        if known_experiment is not None:
+            experiment = known_experiment.experiment_id
         elif uri.startswith("sqlite:"):
             experiment = self._client.create_experiment(name, (beside / "mlartifacts").as_uri())
         else:
@@ -64,12 +64,12 @@ class MlflowTracker(Tracker):
             self._client.update_run(self._id, status="RUNNING")
         else:
             mark = f"{run.name} {run.config.get('begun')}"
-            found = self._client.search_runs(
+            runs = self._client.search_runs(
                 [experiment], f"tags.`{_MARK}` = '{mark}'", max_results=1
             )
-            if not found:
-                found = [self._client.create_run(experiment, run_name=run.name, tags={_MARK: mark})]
-            self._id = run.kept["id"] = found[0].info.run_id
+            if not runs:
+                runs = [self._client.create_run(experiment, run_name=run.name, tags={_MARK: mark})]
+            self._id = run.kept["id"] = runs[0].info.run_id
             knobs = {_name(key): str(value)[:_PARAM] for key, value in run.knobs.items()}
             knobs["edges"] = "; ".join(run.edges)[:_PARAM]
             params = [Param(key, value) for key, value in knobs.items()]
@@ -87,12 +87,12 @@ class MlflowTracker(Tracker):
     def log(self, figures: StepFigures) -> None:
         """A metric for each number."""
         at = int(figures.at * 1000)
-        found = [
+        metrics = [
             self._metric(_name(key), value, at, figures.step)
             for key, value in figures.numbers.items()
         ]
-        for first in range(0, len(found), _MOST_METRICS):
-            self._client.log_batch(self._id, metrics=found[first : first + _MOST_METRICS])
+        for first in range(0, len(metrics), _MOST_METRICS):
+            self._client.log_batch(self._id, metrics=metrics[first : first + _MOST_METRICS])
 
     def rollouts(self, table: RolloutTable) -> None:
         """A table, as its page shows them."""
@@ -100,7 +100,7 @@ class MlflowTracker(Tracker):
         self._client.log_dict(
             self._id, {"columns": list(table.columns), "data": [list(r) for r in table.rows]}, path
         )
-        if not any(each["path"] == path for each in self._tables):
+        if not any(entry["path"] == path for entry in self._tables):
             self._tables.append({"path": path, "type": "table"})
             while len(to_json(self._tables)) > 4_000:  # a tag has 5,000 characters at most
                 self._tables.pop(0)

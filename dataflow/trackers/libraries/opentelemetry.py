@@ -36,20 +36,20 @@ class OpenTelemetryTracker(Tracker):
         """Also where nothing says whereto."""
         if (why := super().missing()) is not None:
             return why
-        wanted = os.environ.get(EXPORTER, "otlp")
-        if wanted not in ("otlp", "console"):
+        exporter = os.environ.get(EXPORTER, "otlp")
+        if exporter not in ("otlp", "console"):
             return (
-                f"spans go out as otlp or to the console, but {EXPORTER} is '{wanted}'; set it to"
+                f"spans go out as otlp or to the console, but {EXPORTER} is '{exporter}'; set it to"
                 " otlp"
             )
-        if wanted == "otlp" and not any(map(os.environ.get, ENDPOINTS)):
+        if exporter == "otlp" and not any(map(os.environ.get, ENDPOINTS)):
             return (
                 "tracker opentelemetry sends spans where the standard variables say, but none of"
                 f" {' and '.join(ENDPOINTS)} is set; set one, as in"
                 f" {ENDPOINTS[0]}=http://localhost:4318"
             )
         protocol = next(filter(None, map(os.environ.get, _PROTOCOLS)), "http/protobuf")
-        if wanted == "otlp" and protocol != "http/protobuf":
+        if exporter == "otlp" and protocol != "http/protobuf":
             return (
                 f"spans go out over http/protobuf, but {_PROTOCOLS[1]} is '{protocol}'; set it to"
                 " http/protobuf"
@@ -89,13 +89,13 @@ class OpenTelemetryTracker(Tracker):
 
     def groups(self, groups: StepGroups) -> None:
         """The spans of one step."""
-        known = [time for seen in groups.seen.values() for time in seen.values()]
+        times = [time for states in groups.seen.values() for time in states.values()]
         seconds = {
             name: value for name, value in groups.metrics.items() if isinstance(value, int | float)
         }
         end = groups.at
         train = min(end, max(end - float(seconds.get("seconds_step", 0.0)), 0.0))
-        begin = min([train, *known, *([] if groups.began is None else [groups.began])])
+        begin = min([train, *times, *([] if groups.began is None else [groups.began])])
         sizes = {
             "rl.sample.batch_size": len(groups.seen),
             "rl.train.batch_size": len(groups.seen) - len(groups.dropped),
@@ -117,8 +117,8 @@ class OpenTelemetryTracker(Tracker):
             },
         )
         inside = self._trace.set_span_in_context(loop)
-        for group, seen in groups.seen.items():
-            self._group(group, seen, groups.dropped.get(group), train, inside)
+        for group, states in groups.seen.items():
+            self._group(group, states, groups.dropped.get(group), train, inside)
         self._span(TRAIN, train, end, inside, {"rl.loop.iteration": groups.step})
         published = float(seconds.get("seconds_publish", 0.0))
         self._span(SYNC, end, end + published, inside, {"rl.loop.iteration": groups.step})
@@ -190,9 +190,9 @@ def _ns(seconds: float) -> int:
 def _model(graph: Mapping[str, Any]) -> str:
     return next(
         (
-            str(found["name"])
-            for found in map(model_of, graph.get("nodes", ()))
-            if found.get("name")
+            str(model["name"])
+            for model in map(model_of, graph.get("nodes", ()))
+            if model.get("name")
         ),
         "",
     )

@@ -83,8 +83,8 @@ class PrometheusTracker(Tracker):
     def activity(self, nodes: Mapping[str, Mapping[str, float]]) -> None:
         """What nodes have done."""
         with self._lock:
-            for node, said in nodes.items():
-                for name, value in said.items():
+            for node, activity in nodes.items():
+                for name, value in activity.items():
                     if isinstance(value, int | float) and name not in ("step", "version"):
                         self._done[node, name] = float(value)
 
@@ -119,17 +119,17 @@ class PrometheusTracker(Tracker):
             gauge.add_metric((self._run, node), value)
         for (node, name), value in done.items():
             if name == "replicas":
-                key, kind, what = "dataflow_node_replicas", GaugeMetricFamily, "replicas of a node"
+                key, kind, text = "dataflow_node_replicas", GaugeMetricFamily, "replicas of a node"
             else:
                 unit = (
                     "_seconds" if name in ("busy", "blocked", "idle", "waiting", "starved") else ""
                 )
-                key, kind, what = (
+                key, kind, text = (
                     f"dataflow_node_{_name(name)}{unit}",
                     CounterMetricFamily,
                     f"{name} of a node so far",
                 )
-            family = families.setdefault(key, kind(key, what, labels=("run", "node")))
+            family = families.setdefault(key, kind(key, text, labels=("run", "node")))
             family.add_metric((self._run, node), value)
         for at, unit in enumerate(UNITS):
             family = CounterMetricFamily(

@@ -60,10 +60,10 @@ class TrackioTracker(Tracker):
 
     def rollouts(self, table: RolloutTable) -> None:
         """A table."""
-        made = self._trackio.Table(
+        trackio_table = self._trackio.Table(
             columns=list(table.columns), data=[list(row) for row in table.rows]
         )
-        self._trackio.log({"rollouts": made}, step=table.step)
+        self._trackio.log({"rollouts": trackio_table}, step=table.step)
 
     def close(self) -> None:
         """Write what is left."""

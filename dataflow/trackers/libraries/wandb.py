@@ -94,8 +94,10 @@ class WandbTracker(Tracker):
     def rollouts(self, table: RolloutTable) -> None:
         """A table."""
         rows = [list(row) for row in table.rows]
-        made = self._wandb.Table(columns=list(table.columns), data=rows, allow_mixed_types=True)
-        self._run.log({STEP: table.step, "rollouts": made})
+        wandb_table = self._wandb.Table(
+            columns=list(table.columns), data=rows, allow_mixed_types=True
+        )
+        self._run.log({STEP: table.step, "rollouts": wandb_table})
 
     def close(self) -> None:
         """Write what is left; until it goes on the run is shown as failed."""

@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-import contextlib
 import importlib.util
-import os
 import shutil
 import socket
 import subprocess
 import sys
-import tempfile
 import weakref
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 from dataflow.errors import RunError, WorkerDied
-from dataflow.system.child import below_keeper, end, ended_within, started
-from dataflow.system.keeper import END
+from dataflow.system.child import Child, started
 from operators.engine.vllm.wire import ServerStream
 from operators.models.errors import ModelError
 
@@ -30,8 +26,6 @@ INSTALL = (
     f" interpreter in the environment variable {PYTHON}"
 )
 SERVER = Path(__file__).with_name("server.py")
-LAST_BYTES = 2000
-"""Of the log that an error shows."""
 END_S = 30.0
 """What the process has to end by itself."""
 
@@ -103,19 +97,18 @@ class ServerProcess:
         `files`.
         """
         ours, theirs = socket.socketpair()
-        self._log: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115
         with theirs:
             self._child = started(
-                below_keeper(command),
+                command,
                 end=theirs,
                 keep=files,
                 environment=environment,
+                outlives_s=0.0,
+                words=True,
                 stdin=subprocess.DEVNULL,
-                stdout=self._log,
-                stderr=subprocess.STDOUT,
             )
         self._connection = ServerStream(ours)
-        self._end = weakref.finalize(self, _end, self._child, self._connection, self._log)
+        self._end = weakref.finalize(self, _end, self._child, self._connection)
 
     @property
     def pid(self) -> int:
@@ -143,19 +136,14 @@ class ServerProcess:
 
     def _lost(self, error: Exception, doing: str, timeout_s: float) -> RunError:
         if isinstance(error, TimeoutError):
-            state = (
-                "is still running"
-                if self._child.poll() is None
-                else f"has exit code {self._child.returncode}"
-            )
-            death = WorkerDied(
+            late = WorkerDied(
                 f"vLLM's process {self.pid} gave no answer within {timeout_s:g} s while {doing}; it"
-                f" {state}; its log ends: {self._log_tail()}; start again, with a longer deadline_s"
-                " if the machine is only slow"
+                f" {self._child.state}; its log ends: {self._last_words}; start again, with a"
+                " longer deadline_s if the machine is only slow"
             )
-            _kill(self._child)
+            self._child.end(0.0)
             self.close()
-            return death
+            return late
         return self._died(f"ended while {doing}")
 
     def close(self) -> None:
@@ -163,35 +151,20 @@ class ServerProcess:
         self._end()
 
     def _died(self, event: str) -> RunError:
-        has_ended = ended_within(self._child, END_S)
-        state = f"exit code {self._child.returncode}" if has_ended else "it is still ending"
+        state = self._child.state if self._child.ended_within(END_S) else "is still ending"
         died = WorkerDied(
-            f"vLLM's process {self.pid} {event}; {state}; its log ends: {self._log_tail()}; mend"
-            " what the log names (exit code -9: too little memory, lower slots or cache_bytes) and"
+            f"vLLM's process {self.pid} {event}; it {state}; its log ends: {self._last_words}; mend"
+            " what the log names (signal 9: too little memory, lower slots or cache_bytes) and"
             " start again"
         )
         self.close()
         return died
 
-    def _log_tail(self) -> str:
-        size = self._log.seek(0, os.SEEK_END)
-        words = (
-            os.pread(self._log.fileno(), LAST_BYTES, max(0, size - LAST_BYTES))
-            .decode("utf-8", "replace")
-            .strip()
-        )
-        return words or "(nothing)"
+    @property
+    def _last_words(self) -> str:
+        return self._child.last_words or "(nothing)"
 
 
-def _end(child: subprocess.Popen[bytes], connection: ServerStream, log: IO[bytes]) -> None:
+def _end(child: Child, connection: ServerStream) -> None:
     connection.close()
-    log.close()
-    if not ended_within(child, END_S):
-        _kill(child)
-
-
-def _kill(child: subprocess.Popen[bytes]) -> None:
-    """Have the server and all that it has started killed."""
-    with contextlib.suppress(ProcessLookupError):
-        child.send_signal(END)
-    end(child, END_S)
+    child.end(END_S)

@@ -15,7 +15,7 @@ from dataflow.agent.forkserver_client import ForkserverClient, TakenOverForkserv
 from dataflow.agent.forkserver_messages import CODEC, Alive, Notice, Stay, TakenAway
 from dataflow.errors import Replaced, RunError
 from dataflow.system.channel import Channel
-from dataflow.system.child import Forked
+from dataflow.system.child import Child
 
 
 def wait_until(holds: Callable[[], bool], deadline_s: float = 10.0) -> None:
@@ -293,8 +293,8 @@ def test_a_successor_that_is_forked_is_replaced_when_it_ends_and_not_for_ever(
             tries.write("x")
         return 1
 
-    pids = left_behind(tmp_path, 1.0, standby=succeed)
-    wait_until(lambda: not any(map(alive, pids)), deadline_s=10.0)
+    pids = left_behind(tmp_path, 3.0, standby=succeed)
+    wait_until(lambda: not any(map(alive, pids)), deadline_s=20.0)
     assert (tmp_path / "tries").read_text() == "xxx"
 
 
@@ -439,7 +439,7 @@ def test_nobody_replaces_a_scheduler_that_is_paused_or_has_not_begun_or_has_no_s
 def test_a_scheduler_that_was_replaced_hears_of_nothing_else_any_more(tmp_path: Path) -> None:
     ours, theirs = (Channel(each, CODEC, 5.0) for each in socket.socketpair())
     client = object.__new__(ForkserverClient)
-    client._hold(ours, Forked(os.getpid()))
+    client._hold(ours, Child(os.getpid()))
     for message in (Notice("exited", "a", 1, 0), TakenAway()):
         theirs.send(message)
     theirs.close()

@@ -41,7 +41,7 @@ def test_the_first_rank_has_what_the_environment_says_of_its_host(
     for name, value in {**RANK_0, **own, "MASTER_PORT": port, "DATAFLOW_SECRET": "s" * 32}.items():
         monkeypatch.setenv(name, value)
     told: list[dict[str, str]] = []
-    ended = SimpleNamespace(poll=lambda: 0, wait=lambda timeout=None: 0)
+    ended = SimpleNamespace(poll=lambda: 0, end=lambda within_s: 0)
     monkeypatch.setattr(
         "dataflow.launchers.local.program",
         lambda *_, environment, **__: told.append(environment) or ended,

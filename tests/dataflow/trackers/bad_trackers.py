@@ -120,14 +120,6 @@ class NotInstalled(Tracker):
     extra = "nothing"
 
 
-class Orphans(Tracker):
-    """Kills the process that keeps it."""
-
-    def log(self, figures: StepFigures) -> None:
-        os.kill(os.getppid(), signal.SIGKILL)
-        threading.Event().wait()
-
-
 @dataclass(kw_only=True)
 class Steps(Tracker):
     """Writes which steps it is told into a file of the run folder."""

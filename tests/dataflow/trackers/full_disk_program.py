@@ -9,19 +9,25 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).parents[3]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests"), str(Path(__file__).parent)]
 
 from bad_trackers import Bulky  # noqa: E402
 from disks import Disk  # noqa: E402
-from rigs import keeper  # noqa: E402
 from rigs.graphs import tiny_graph  # noqa: E402
 
 from dataflow import inline, run, scorer  # noqa: E402
 from dataflow.folder.run_folder import RunFolder  # noqa: E402
 from dataflow.limits import Limits  # noqa: E402
-from dataflow.trackers import MlflowTracker, TensorboardTracker, Tracker  # noqa: E402
+from dataflow.scheduler import execute  # noqa: E402
+from dataflow.trackers import (  # noqa: E402
+    MlflowTracker,
+    TensorboardTracker,
+    Tracker,
+    children,
+)
 from dataflow.trackers.command import track_run  # noqa: E402
 from dataflow.trackers.tail import TrackerPlace  # noqa: E402
 
@@ -94,9 +100,20 @@ class Course:
         )
 
 
+class Watched(children.TrackersOfRun):
+    """Is looked at also while the run waits for the course of things."""
+
+    last: "Watched"
+
+    def __init__(self, *given: Any, **more: Any) -> None:
+        super().__init__(*given, **more)
+        Watched.last = self
+
+
 def until(holds: Callable[[], bool], what: str) -> None:
     deadline = time.monotonic() + DEADLINE_S
     while not holds():
+        Watched.last.look()
         assert time.monotonic() < deadline, f"{what} did not come about within {DEADLINE_S:.0f} s"
         time.sleep(0.05)
 
@@ -111,7 +128,8 @@ def tracker_on(disk: Disk, name: str) -> Tracker:
 def main() -> None:
     """The run; then what was told."""
     kind, name, folder, policy = sys.argv[1], sys.argv[2], Path(sys.argv[3]), Path(sys.argv[4])
-    keeper.stays_in_front()
+    children.STEPS_BACK = False
+    execute.TrackersOfRun = Watched  # type: ignore[misc]
     disk = Disk(folder / "disk", SIZES[name])
     os.environ["BULKY"] = str(disk.path / "bulky")
     course = Course(disk, folder / "runs", name, is_full_to_the_end=kind == "to_the_end")

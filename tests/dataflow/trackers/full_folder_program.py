@@ -1,8 +1,8 @@
 """Trackers of a run whose own folder has no room: python full_folder_program.py KIND FOLDER.
 
 KIND: `a_moment`: while it is kept how far a tracker has come; `until_it_is_killed`: the same, and
-then the tracker's process is killed; `all_of_it`: the whole folder, before the keeper of its
-trackers has said anything.
+then the tracker's process is killed; `all_of_it`: the whole folder, before its trackers have
+said anything.
 """
 
 import os
@@ -18,22 +18,23 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests"), str(Path(__file__).parent)]
 
 from bad_trackers import Steps  # noqa: E402
 from disks import Disk  # noqa: E402
-from rigs import keeper  # noqa: E402
 from tracked_runs import STEPS, add, made  # noqa: E402
 
 from dataflow.folder.run_folder import RunFolder  # noqa: E402
 from dataflow.limits import Limits  # noqa: E402
+from dataflow.trackers import children  # noqa: E402
+from dataflow.trackers.children import TrackersOfRun  # noqa: E402
 from dataflow.trackers.chosen import choose  # noqa: E402
-from dataflow.trackers.following import TrackersOfRun  # noqa: E402
 from dataflow.trackers.tail import FOLDER, TrackerPlace  # noqa: E402
 
 DEADLINE_S = 120.0
 LIMITS = Limits(track_s=60.0, track_again_s=0.5)
 
 
-def until(holds: Callable[[], object], what: str) -> None:
+def until(of_run: TrackersOfRun, holds: Callable[[], object], what: str) -> None:
     deadline = time.monotonic() + DEADLINE_S
     while not holds():
+        of_run.look()
         assert time.monotonic() < deadline, f"{what} did not come about within {DEADLINE_S:.0f} s"
         time.sleep(0.05)
 
@@ -47,10 +48,10 @@ def kept(folder: RunFolder) -> int:
     return TrackerPlace.read_from(folder, "Steps").read
 
 
-def make(folder: RunFolder, step: int) -> None:
+def make(of_run: TrackersOfRun, folder: RunFolder, step: int) -> None:
     """One step more, and wait until the tracker is told it."""
     add(folder, step)
-    until(lambda: told(folder)[-1:] == [f"step {step}"], f"step {step}")
+    until(of_run, lambda: told(folder)[-1:] == [f"step {step}"], f"step {step}")
 
 
 def where_it_is_kept(root: Path, is_killed: bool) -> None:
@@ -60,21 +61,29 @@ def where_it_is_kept(root: Path, is_killed: bool) -> None:
     folder = made(root)
     disk = Disk(folder.path / FOLDER, 64 << 10)
     of_run, said = TrackersOfRun(folder, choose([Steps]), LIMITS), list[str]()
-    until(lambda: kept(folder) == folder.metrics.stat().st_size, "that it is kept that all is told")
+    until(
+        of_run,
+        lambda: kept(folder) == folder.metrics.stat().st_size,
+        "that it is kept that all is told",
+    )
     before = kept(folder)
     disk.fill()
     for step in (STEPS + 1, STEPS + 2):
-        make(folder, step)
+        make(of_run, folder, step)
     time.sleep(1.0)  # until it has tried to keep that
     assert kept(folder) == before, "what was kept stays whole"
     again: list[str] = []
     if is_killed:
         os.kill(pid_of_teller(folder), signal.SIGKILL)
         again = ["start again", f"step {STEPS + 1}", f"step {STEPS + 2}"]
-        until(lambda: told(folder)[-3:] == again, "that the next process tells what was not kept")
+        until(
+            of_run,
+            lambda: told(folder)[-3:] == again,
+            "that the next process tells what was not kept",
+        )
     disk.make_room()
-    make(folder, STEPS + 3)
-    until(lambda: kept(folder) == folder.metrics.stat().st_size, "that it is kept again")
+    make(of_run, folder, STEPS + 3)
+    until(of_run, lambda: kept(folder) == folder.metrics.stat().st_size, "that it is kept again")
     of_run.end("finished", said.append)
     said = [
         text
@@ -101,12 +110,12 @@ def pid_of_teller(folder: RunFolder) -> int:
 
 
 def all_of_it(root: Path) -> None:
-    """The keeper's own log is on that disk; there is less than a tracker may use anyway."""
+    """The log of trackers is on that disk; there is less than a tracker may use anyway."""
     disk = Disk(root / "disk", 4 << 20)
     folder = made(disk.path)
     disk.fill()
     of_run, said = TrackersOfRun(folder, choose([Steps]), LIMITS), list[str]()
-    until(lambda: said.extend(of_run.look()) or said, "that somebody says so")
+    until(of_run, lambda: said.extend(of_run.look()) or said, "that somebody says so")
     assert "trackers stand still" in said[0], said
     of_run.end("finished", said.append)
     assert (
@@ -126,7 +135,7 @@ def all_of_it(root: Path) -> None:
 
 
 if __name__ == "__main__":
-    keeper.stays_in_front()
+    children.STEPS_BACK = False
     kind, place = sys.argv[1], Path(sys.argv[2]).resolve()
     if kind == "all_of_it":
         all_of_it(place)

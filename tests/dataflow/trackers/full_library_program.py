@@ -15,15 +15,15 @@ ROOT = Path(__file__).parents[3]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests"), str(Path(__file__).parent)]
 
 from disks import Disk  # noqa: E402
-from rigs import keeper  # noqa: E402
 from tracked_runs import STEPS, add, made  # noqa: E402
 from wandb_files import history, wandb_records  # noqa: E402
 
 from dataflow.folder.run_folder import RunFolder  # noqa: E402
 from dataflow.limits import Limits  # noqa: E402
+from dataflow.trackers import children  # noqa: E402
+from dataflow.trackers.children import TrackersOfRun  # noqa: E402
 from dataflow.trackers.chosen import choose  # noqa: E402
 from dataflow.trackers.command import track_run  # noqa: E402
-from dataflow.trackers.following import TrackersOfRun  # noqa: E402
 from dataflow.trackers.libraries.room import SPARE_BYTES  # noqa: E402
 from dataflow.trackers.tail import TrackerPlace  # noqa: E402
 
@@ -33,9 +33,10 @@ MORE = 10
 """Steps that are made while it is full, and as many when it is not any more."""
 
 
-def until(holds: Callable[[], object], what: str) -> None:
+def until(of_run: TrackersOfRun, holds: Callable[[], object], what: str) -> None:
     deadline = time.monotonic() + DEADLINE_S
     while not holds():
+        of_run.look()
         assert time.monotonic() < deadline, f"{what} did not come about within {DEADLINE_S:.0f} s"
         time.sleep(0.05)
 
@@ -67,16 +68,16 @@ def main() -> None:
         """All that there is, and that is certain."""
         return TrackerPlace.read_from(folder, name).read == folder.metrics.stat().st_size
 
-    until(is_told, "that the first steps are told")
+    until(of_run, is_told, "that the first steps are told")
     disk.fill(leaves=0 if kind == "at_once" else SPARE_BYTES // 2)
     make()
-    until(said, "that the failure is said")
+    until(of_run, said, "that the failure is said")
     disk.fill()
     if kind != "to_the_end":
         disk.make_room()
     make()
     if kind != "to_the_end":
-        until(is_told, "that all is told, while the run goes on")
+        until(of_run, is_told, "that all is told, while the run goes on")
     of_run.end("finished", print)
     words = said()
     assert (
@@ -113,5 +114,5 @@ READ: dict[str, Callable[[RunFolder], list[int]]] = {
 }
 
 if __name__ == "__main__":
-    keeper.stays_in_front()
+    children.STEPS_BACK = False
     main()

@@ -62,7 +62,7 @@ def steps(library: str, folder: RunFolder) -> list[int]:
 def told(library: str, folder: RunFolder, keep: Keep) -> Any:
     """A keeper whose tracker has taken in all that there is, and maybe written nothing."""
     kept = keep(library)
-    kept.until(lambda: kept.keeper._kept[0].well_since is not None and kept.in_call(""))
+    kept.until(lambda: kept.first.well_since is not None and kept.in_call(""))
     return kept
 
 
@@ -71,7 +71,7 @@ def test_trackers_that_stand_still_have_brought_out_all_that_they_took(
 ) -> None:
     kept = told(library, folder, keep)
     kept.free, kept.now = 0, kept.now + 1.0
-    kept.until(lambda: kept.keeper._kept[0].process is None)
+    kept.until(lambda: kept.first.process is None)
     assert steps(library, folder) == list(range(1, STEPS + 1))
     assert TrackerPlace.read_from(folder, library).read == folder.metrics.stat().st_size
     add(folder, STEPS + 1)
@@ -84,8 +84,8 @@ def test_what_a_killed_tracker_may_not_have_written_is_told_again(
     library: str, folder: RunFolder, keep: Keep
 ) -> None:
     kept = told(library, folder, keep)
-    os.kill(kept.keeper._kept[0].process.pid, signal.SIGKILL)
-    kept.until(lambda: kept.keeper._kept[0].fails == 1)
+    os.kill(kept.first.process.pid, signal.SIGKILL)
+    kept.until(lambda: kept.first.fails == 1)
     add(folder, STEPS + 1)
     kept.now += 10.0
     kept.finish()
@@ -123,8 +123,8 @@ def test_what_was_certain_is_not_told_again(library: str, folder: RunFolder, kee
     kept.until(
         lambda: TrackerPlace.read_from(folder, library).read == folder.metrics.stat().st_size
     )
-    os.kill(kept.keeper._kept[0].process.pid, signal.SIGKILL)
-    kept.until(lambda: kept.keeper._kept[0].fails == 1)
+    os.kill(kept.first.process.pid, signal.SIGKILL)
+    kept.until(lambda: kept.first.fails == 1)
     add(folder, STEPS + 1)
     kept.now += 10.0
     kept.finish()

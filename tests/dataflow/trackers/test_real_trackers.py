@@ -221,7 +221,7 @@ def test_mlflow_has_one_run_of_one_whose_start_was_cut_short(
     monkeypatch.setattr(mlflow.MlflowClient, "log_batch", refused)
     full.touch()
     kept = keep(MlflowTracker(uri=uri))
-    kept.until(lambda: kept.keeper._kept[0].fails == 1)
+    kept.until(lambda: kept.first.fails == 1)
     full.unlink()
     kept.now += 10.0
     assert sum("failed in 'start'" in text for text in kept.finish()) == 1
@@ -269,7 +269,7 @@ def test_prometheus_reads_the_newest_figures_of_this_machine_by_its_own_name(
     )
     port = free_port()
     kept = keep(PrometheusTracker(port=port))
-    kept.until(lambda: kept.keeper._kept[0].well_since is not None and kept.in_call(""))
+    kept.until(lambda: kept.first.well_since is not None and kept.in_call(""))
     status, text = asked(port)
     assert status == 200 and kept.said == [f"prometheus: http://127.0.0.1:{port}/metrics"]
     families = {family.name: family for family in text_string_to_metric_families(text)}
@@ -436,9 +436,9 @@ def test_a_collector_that_takes_nothing_is_told_once_and_loses_nothing(
     kept = keep("opentelemetry")
     kept.until(lambda: any("spans were not taken" in text for text in kept.said))
     kept.now += 10.0
-    kept.until(lambda: kept.keeper._kept[0].fails == 2)
+    kept.until(lambda: kept.first.fails == 2)
     kept.now += 20.0
-    kept.until(lambda: kept.keeper._kept[0].well_since is not None)
+    kept.until(lambda: kept.first.well_since is not None)
     kept.finish()
     assert [text for text in kept.said if text.startswith("tracker")] == kept.said[1:2]
     loops = [s for s in spans(taken) if s.name == "rl.loop"]

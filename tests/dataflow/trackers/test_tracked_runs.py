@@ -10,16 +10,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from bad_trackers import Bad, Lines, Orphans
+from bad_trackers import Bad, Lines
 from rigs.graphs import tiny_graph
 from rigs.machine import alive, wait_until
 
 from dataflow import GraphError, inline, run
 from dataflow.folder.run_folder import RunFolder
 from dataflow.limits import Limits
-from dataflow.trackers.chosen import choose
+from dataflow.trackers.children import TrackersOfRun
 from dataflow.trackers.command import track_run
-from dataflow.trackers.following import TrackersOfRun
 
 STEPS = 4
 LIMITS = Limits(track_s=30.0)
@@ -86,7 +85,9 @@ def test_a_run_has_its_steps_and_losses_whatever_a_tracker_does(
     said: list[str] = []
     look, end = TrackersOfRun.look, TrackersOfRun.end
     monkeypatch.setattr(
-        TrackersOfRun, "look", lambda of_run: said.extend(found := look(of_run)) or found
+        TrackersOfRun,
+        "look",
+        lambda of_run, wait_s=0.0: said.extend(texts := look(of_run, wait_s)) or texts,
     )
     monkeypatch.setattr(
         TrackersOfRun, "end", lambda of_run, outcome, say, s: end(of_run, outcome, said.append, s)
@@ -149,24 +150,15 @@ def test_the_libraries_of_a_run_are_recorded_and_a_users_own_are_not(
     assert RunFolder.open(folder).read_json("config.json")["track"] is None
 
 
-def test_a_keeper_that_dies_is_told_once_and_ends_nothing_else(folder: RunFolder) -> None:
-    of_run = TrackersOfRun(folder, choose([Orphans]), LIMITS)
-    said: list[str] = []
-    wait_until(lambda: bool(said.extend(of_run.look()) or said), 30.0)
-    of_run.end("finished", said.append)
-    assert said == [
-        "the process that keeps Orphans has ended; the run goes on without, see trackers.log"
-    ]
-
-
-def test_a_keeper_ends_with_the_process_that_started_it(folder: RunFolder, tmp_path: Path) -> None:
+def test_a_tracker_ends_with_the_process_that_started_it(folder: RunFolder) -> None:
     """It is asked of the kernel who its parent is: no word of the run is needed."""
     program = (
-        "import os, sys\nfrom dataflow.folder.run_folder import RunFolder\nfrom dataflow.limits"
-        " import Limits\nfrom dataflow.trackers.chosen import choose\nfrom"
-        " dataflow.trackers.following import TrackersOfRun\nof_run ="
-        f" TrackersOfRun(RunFolder.open({str(folder.path)!r}), choose(['bad_trackers:Lines']),"
-        " Limits())\nprint(of_run._keeper.pid, flush=True)\nos._exit(9)\n"
+        "import os\nfrom dataflow.folder.run_folder import RunFolder\nfrom"
+        " dataflow.trackers import children\nfrom dataflow.trackers.children import"
+        " TrackersOfRun\nfrom dataflow.trackers.chosen import choose\nchildren.STEPS_BACK = False"
+        f"\nof_run = TrackersOfRun(RunFolder.open({str(folder.path)!r}),"
+        " choose(['bad_trackers:Lines']))\nof_run.look()\nprint(of_run.trackers[0].process.pid,"
+        " flush=True)\nos._exit(9)\n"
     )
     made = subprocess.run(
         [sys.executable, "-c", program],
@@ -175,8 +167,8 @@ def test_a_keeper_ends_with_the_process_that_started_it(folder: RunFolder, tmp_p
         timeout=60,
         env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
     )
-    keeper = int(made.stdout)
-    wait_until(lambda: not alive([keeper]), 60.0)
+    tracker = int(made.stdout)
+    wait_until(lambda: not alive([tracker]), 60.0)
     assert (folder.path / "lines.txt").read_text().endswith("finish died\n")
 
 

@@ -1,4 +1,4 @@
-"""The keeper of trackers: whatever one of them does, it is told once, and no line is lost."""
+"""Trackers as a run sees them: whatever one of them does, it is told once, and no line is lost."""
 
 import os
 import re
@@ -11,7 +11,7 @@ from bad_trackers import Bad, Groups, Held, Lines, Refused, Tables
 from tracked_runs import add, line
 
 from dataflow.folder.run_folder import RunFolder
-from dataflow.trackers.keeper import LOG_BYTES, SPARE_BYTES
+from dataflow.trackers.children import LOG_BYTES, SPARE_BYTES
 from dataflow.trackers.tail import TrackerPlace
 
 WHOLE = [
@@ -81,7 +81,7 @@ def test_whatever_a_tracker_does_in_whichever_call_is_told_once(
 ) -> None:
     kept = keep(Bad(how=how, at=call), Lines)
     if call == "finish":
-        kept.keeper.end("finished", within_s=1e9)
+        kept.over(1e9)
     if how in ("hang", "stop"):
         kept.until(lambda: kept.in_call(call))
         kept.until(lambda: (folder.path / "lines.txt").exists() and lines(folder)[1:9] == WHOLE)
@@ -96,13 +96,13 @@ def test_one_that_fails_is_tried_again_later_each_time_and_silently(
 ) -> None:
     kept = keep(Bad(how="raise"))
     for pause in (10.0, 20.0, 40.0):
-        kept.until(lambda: kept.keeper._kept[0].process is None and kept.keeper._kept[0].fails > 0)
-        fails = kept.keeper._kept[0].fails
+        kept.until(lambda: kept.first.process is None and kept.first.fails > 0)
+        fails = kept.first.fails
         kept.now += pause - 1.0
-        kept.keeper.turn(0.0)
-        assert kept.keeper._kept[0].process is None
+        kept.look()
+        assert kept.first.process is None
         kept.now += 1.0
-        kept.until(lambda fails=fails: kept.keeper._kept[0].fails == fails + 1)
+        kept.until(lambda fails=fails: kept.first.fails == fails + 1)
     assert len(kept.said) == 1
     kept.finish()
     assert len(kept.said) == 2 and "it lacks the end of the run: dataflow track" in kept.said[1]
@@ -126,10 +126,10 @@ def test_a_tracker_that_is_not_done_at_the_end_is_left_and_the_way_to_go_on_is_s
     folder: RunFolder, keep: Keep
 ) -> None:
     kept = keep(Bad(how="hang", at="finish"))
-    kept.keeper.end("finished", within_s=30.0)
+    kept.over(30.0)
     kept.until(lambda: kept.in_call("finish"))
     kept.now += 31.0
-    kept.until(lambda: kept.keeper.is_done)
+    kept.until(lambda: kept.trackers.is_done)
     assert len(kept.said) == 1 and "was not done 30 s after the run" in kept.said[0]
     assert f"dataflow track {folder.path} --to bad_trackers:Bad" in kept.said[0]
 
@@ -138,7 +138,7 @@ def test_who_prints_without_end_fills_no_disk_and_holds_no_other_up(
     folder: RunFolder, keep: Keep
 ) -> None:
     kept = keep(Bad(how="flood"), Lines)
-    flood = kept.keeper._kept[0]
+    flood = kept.first
     kept.until(lambda: flood.printed > LOG_BYTES + 65536)
     assert (folder.logs / "tracker-Bad.log").stat().st_size <= LOG_BYTES
     kept.until(lambda: (folder.path / "lines.txt").exists() and lines(folder)[1:9] == WHOLE)
@@ -151,7 +151,7 @@ def test_trackers_stand_still_where_a_run_needs_its_disk(folder: RunFolder, keep
     assert "trackers stand still" in kept.said[0] and not (folder.path / "lines.txt").exists()
     kept.free = 2 * SPARE_BYTES - 1
     kept.now += 1.0
-    kept.keeper.turn(0.0)
+    kept.look()
     assert len(kept.said) == 1, "it does not begin and end all the time"
     kept.free = 2 * SPARE_BYTES
     kept.now += 1.0
@@ -189,7 +189,7 @@ def test_what_a_tracker_took_before_it_failed_is_not_told_again(
     """Of five lines it takes two each time, as one whose disk has so much room again."""
     kept = keep(Refused)
     for fails, pause in enumerate((10.0, 20.0), 1):
-        kept.until(lambda fails=fails: kept.keeper._kept[0].fails == fails)
+        kept.until(lambda fails=fails: kept.first.fails == fails)
         kept.now += pause
     said = kept.finish()
     assert [text for text in said if text.startswith("tracker ")] == said[1:]
@@ -211,7 +211,7 @@ def steps_of(folder: RunFolder) -> list[str]:
 
 def has_taken(kept: Any) -> bool:
     """Whether the first tracker was told all that there is."""
-    return kept.keeper._kept[0].well_since is not None and kept.in_call("")
+    return kept.first.well_since is not None and kept.in_call("")
 
 
 def test_a_step_whose_rollouts_were_refused_is_told_once_and_they_are_told_later(
@@ -219,7 +219,7 @@ def test_a_step_whose_rollouts_were_refused_is_told_once_and_they_are_told_later
 ) -> None:
     kept = keep(Tables)
     for fails, pause in enumerate((10.0, 20.0), 1):
-        kept.until(lambda fails=fails: kept.keeper._kept[0].fails == fails)
+        kept.until(lambda fails=fails: kept.first.fails == fails)
         kept.now += pause
     assert steps_of(folder) == ["start new", "step 1", "start again"]
     (folder.path / "room").touch()
@@ -244,7 +244,7 @@ def test_what_a_tracker_holds_back_it_brings_out_before_trackers_stand_still(
     kept.until(lambda: has_taken(kept))
     assert steps_of(folder) == [] and TrackerPlace.read_from(folder, "Held").read == 0
     kept.free, kept.now = 0, kept.now + 1.0
-    kept.until(lambda: len(kept.said) == 2)
+    kept.until(lambda: len(kept.said) == 2 and kept.first.process is None)
     first = ["start new", *(f"step {step}" for step in range(1, 6))]
     assert steps_of(folder) == first
     add(folder, 6)
@@ -257,7 +257,7 @@ def test_what_a_tracker_holds_back_it_brings_out_before_it_fails(
     folder: RunFolder, keep: Keep
 ) -> None:
     kept = keep(Held(takes=3))
-    kept.until(lambda: kept.keeper._kept[0].fails == 1)
+    kept.until(lambda: kept.first.fails == 1)
     kept.now += 10.0
     kept.finish()
     assert steps_of(folder) == [
@@ -275,10 +275,10 @@ def test_what_a_tracker_holds_back_it_brings_out_before_it_fails(
 def test_what_a_killed_tracker_held_back_is_told_again(folder: RunFolder, keep: Keep) -> None:
     kept = keep(Held)
     kept.until(lambda: has_taken(kept))
-    process = kept.keeper._kept[0].process
+    process = kept.first.process
     assert process is not None
     os.kill(process.pid, signal.SIGKILL)
-    kept.until(lambda: kept.keeper._kept[0].fails == 1)
+    kept.until(lambda: kept.first.fails == 1)
     kept.now += 10.0
     kept.finish()
     assert steps_of(folder) == [
@@ -293,7 +293,7 @@ def test_who_leaves_a_run_that_is_over_has_brought_out_what_it_held_back(
 ) -> None:
     kept = keep(Held)
     kept.until(lambda: has_taken(kept))
-    kept.keeper.close()
+    kept.trackers.close()
     assert steps_of(folder)[-1] == "step 5"
     assert keep(Held).finish() == ["Held: see steps.txt"]
     assert [text for text in steps_of(folder) if text.startswith("step")] == [

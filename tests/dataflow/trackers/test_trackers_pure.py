@@ -18,15 +18,13 @@ from dataflow.errors import GraphError
 from dataflow.folder.ledger import Ledger
 from dataflow.folder.run_folder import RunFolder
 from dataflow.folder.socket_folder import CONTROL
-from dataflow.limits import Limits
 from dataflow.testing import FakeGenerator, FakePrompts, FakeTrainer
 from dataflow.trackers import PrometheusTracker, StepFigures, WandbTracker
 from dataflow.trackers.chosen import LIBRARIES, ChosenTracker, choose, recorded_names
 from dataflow.trackers.libraries.markdown import table as markdown
 from dataflow.trackers.libraries.room import SPARE_BYTES, check_room
-from dataflow.trackers.messages import KEEPER_CODEC, KeepTrackers
-from dataflow.trackers.process import GroupWatch, in_one_line, table_of
-from dataflow.trackers.run_process import RunProcess
+from dataflow.trackers.messages import TRACKER_CODEC, TrackRun
+from dataflow.trackers.process import GroupWatch, RunLeader, in_one_line, table_of
 from dataflow.trackers.tail import RunTail, TrackerPlace
 from dataflow.trackers.tracker import TrackedRun
 
@@ -265,8 +263,8 @@ def test_a_refused_tracker_leaves_no_run_folder(tmp_path: Path) -> None:
 
 def test_a_tracker_goes_to_its_process_in_a_message_and_is_the_same_there() -> None:
     (chosen,) = choose([Bad(how="hang", at="start")])
-    keep = KeepTrackers(folder="", trackers=[chosen], limits=Limits(), path=[], parent=1)
-    tracker = KEEPER_CODEC.decode(KEEPER_CODEC.encode(keep)).trackers[0].make()
+    order = TrackRun(folder="", tracker=chosen, path=[], leader=0, within_s=1.0, steps_back=False)
+    tracker = TRACKER_CODEC.decode(TRACKER_CODEC.encode(order)).tracker.make()
     assert isinstance(tracker, Bad) and (tracker.how, tracker.at) == ("hang", "start")
     assert chosen.reference == "bad_trackers:Bad" and recorded_names([chosen]) is None
 
@@ -296,11 +294,10 @@ def test_every_library_is_found_by_its_name() -> None:
     assert WandbTracker(project="a").project == "a"
 
 
-def test_a_keeper_s_scheduler_leads_until_it_ends_or_another_stands_in_its_place(
+def test_a_tracker_s_scheduler_leads_until_another_stands_in_its_place(
     folder: RunFolder,
 ) -> None:
-    parents = [7]
-    process = RunProcess(folder, 7, lambda: parents[-1])
+    process = RunLeader(folder, 7)
     assert process.is_there, "of an inline run, which takes no commands"
     folder.write_json(CONTROL, {"pid": 6})
     assert process.is_there, "that is the one before it, as it has not begun"
@@ -309,7 +306,4 @@ def test_a_keeper_s_scheduler_leads_until_it_ends_or_another_stands_in_its_place
     (folder.path / CONTROL).unlink()
     assert process.is_there, "it takes no commands any more"
     folder.write_json(CONTROL, {"pid": 8})
-    assert not process.is_there
-    folder.write_json(CONTROL, {"pid": 7})
-    parents.append(1)
     assert not process.is_there

@@ -18,7 +18,7 @@ from test_ranks_processes import CODEC, Answer, End
 
 from dataflow.errors import RunError, WorkerDied
 from dataflow.limits import Limits
-from dataflow.system.child import Forked, ended_within, fork
+from dataflow.system.child import Child, fork
 from dataflow.system.rank_places import RankPlaces
 from dataflow.system.security import RunKeys
 from dataflow.worker.host import Settings
@@ -54,7 +54,7 @@ def answers(said: str) -> Callable[[int, int], int]:
     return main
 
 
-def there(line: RankLine, host: str, keys: RunKeys = KEYS) -> Forked:
+def there(line: RankLine, host: str, keys: RunKeys = KEYS) -> Child:
     """The process of a host's ranks."""
 
     def body() -> int:
@@ -76,7 +76,7 @@ def there(line: RankLine, host: str, keys: RunKeys = KEYS) -> Forked:
 
 
 @contextlib.contextmanager
-def team() -> Iterator[tuple[Team, RankLine, Forked]]:
+def team() -> Iterator[tuple[Team, RankLine, Child]]:
     line = RankLine("127.0.0.1", KEYS, HOSTS)
     places = RankPlaces(
         hosts=HOSTS,
@@ -143,7 +143,7 @@ def test_the_ranks_of_an_attempt_that_has_ended_are_not_let_in() -> None:
     ours, theirs = socket.socketpair()
     with ours, theirs:
         child = line.start(theirs, 1)
-        assert not ended_within(child, 0.5) and child.pid == 0
+        assert not child.ended_within(0.5) and child.pid == 0
         child.kill()
         assert child.wait(WAIT_S) == -signal.SIGKILL
     line.close()

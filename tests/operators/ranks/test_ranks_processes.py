@@ -15,7 +15,7 @@ import pytest
 from dataflow.errors import RunError, WorkerDied
 from dataflow.limits import Limits
 from dataflow.system.channel import Channel
-from dataflow.system.child import Forked
+from dataflow.system.child import Child
 from dataflow.system.messages import Message
 from operators.ranks.messages import codec_of
 from operators.ranks.team import Team, forked, program
@@ -113,7 +113,7 @@ def test_waiting_for_a_fork_has_a_deadline_and_tells_its_signal():
     if pid == 0:
         time.sleep(600)
         os._exit(0)
-    process = Forked(pid)
+    process = Child(pid)
     with pytest.raises(subprocess.TimeoutExpired):
         process.wait(0.01)
     process.kill()
