@@ -74,3 +74,7 @@ def __getattr__(name: str) -> Any:
     if name not in _MODULES:
         raise AttributeError(f"module 'dataflow' has no attribute '{name}'; it has {__all__}")
     return getattr(importlib.import_module(f"dataflow.{_MODULES[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -213,8 +213,11 @@ def _bring(
         into = Path(folder, "checkpoints", trainer, name_of(step))
         shutil.rmtree(into, ignore_errors=True)
         try:
-            store.get(step, into)
+            with disk("writing", into):
+                store.get(step, into)
         except CopyError as error:
+            if not isinstance(error.__cause__, FileNotFoundError | None):
+                raise  # the address or this disk fails now; the copy may be good
             damaged.append(str(error))
             shutil.rmtree(into, ignore_errors=True)
             continue

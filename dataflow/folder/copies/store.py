@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
-from urllib.parse import urlsplit
+from urllib.parse import parse_qs, unquote, urlsplit
 
 import pyarrow as pa
 import xxhash
@@ -41,6 +41,8 @@ Moved = Callable[[int], object]
 _PART = re.compile(r"part-(\d+)")
 _STEP = re.compile(r"step-(\d{6,})")
 _CLAIM = "claim-"
+_SECRET = re.compile(r"secret|password|token|^sig$", re.IGNORECASE)
+"""Options of an address that are as good as a password."""
 
 
 class CopyError(RunError):
@@ -86,13 +88,13 @@ class Address:
     @property
     def name(self) -> str:
         """The last of its path."""
-        return self.text.partition("?")[0].rstrip("/").rpartition("/")[2]
+        return _split(self.text)[0].rstrip("/").rpartition("/")[2]
 
     @property
     def parent(self) -> "Address":
         """The folder that it is in."""
-        path, mark, options = self.text.partition("?")
-        return Address.of(path.rstrip("/").rpartition("/")[0] + mark + options)
+        path, options = _split(self.text)
+        return Address.of(path.rstrip("/").rpartition("/")[0] + options)
 
     def names(self) -> list[str]:
         """Of what is in the folder; none where there is no such folder."""
@@ -175,8 +177,10 @@ def checked(text: str) -> str:
     at its end goes. Errors: GraphError for one that holds a password.
     """
     if is_folder(text):
-        return str(Path(urlsplit(text).path if "://" in text else text).absolute())
-    if (parts := urlsplit(text)).password is not None:
+        path = unquote(urlsplit(text).path) if text.startswith("file://") else text
+        return str(Path(path).absolute())
+    parts = urlsplit(text)
+    if parts.password is not None or any(map(_SECRET.search, parse_qs(parts.query))):
         raise GraphError(
             f"'{parts.scheme}://...@{parts.hostname}' holds a password, which would stand in the"
             " run folder; leave it out, and give it as the file system's client reads it (for S3"
@@ -200,8 +204,16 @@ def joined(text: str, name: str) -> str:
     """An address below another one; what follows a question mark is for the file system, and stays
     at the end.
     """
-    path, mark, options = text.partition("?")
-    return f"{path.rstrip('/')}/{name}".rstrip("/") + mark + options
+    path, options = _split(text)
+    return f"{path.rstrip('/')}/{name}".rstrip("/") + options
+
+
+def _split(text: str) -> tuple[str, str]:
+    """The path, and from the question mark on what is for the file system; a folder's path may have
+    one of its own.
+    """
+    path, mark, options = (text, "", "") if is_folder(text) else text.partition("?")
+    return path, mark + options
 
 
 def _copied(source: Any, out: Any, moved: Moved = lambda count: None) -> dict[str, Any]:
@@ -537,4 +549,9 @@ def _run_at(address: Address) -> tuple[Address, str]:
             f"'{address.text}' holds {len(runs)} runs: {', '.join(runs[-8:])}; give the address of"
             f" one, as in {address.below(runs[-1]).text}"
         )
-    return (address, runs[0]) if runs else (address.parent, address.name)
+    if not runs:
+        raise RunError(
+            f"there is no whole checkpoint at '{address.text}', but no parts; give the address that"
+            " the run printed, or start a new run"
+        )
+    return address, runs[0]

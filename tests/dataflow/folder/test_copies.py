@@ -386,6 +386,8 @@ def test_a_ledger_that_cannot_be_packed_makes_no_copy(
     [
         ("/there/", "/there"),
         ("file:///there/a/", "/there/a"),
+        ("file:///there/a%20b", "/there/a b"),
+        ("/there/a?b", "/there/a?b"),
         ("s3://bucket/a/?region=x", "s3://bucket/a?region=x"),
         ("gs://bucket/a", "gs://bucket/a"),
     ],
@@ -396,6 +398,7 @@ def test_an_address_is_the_same_however_it_is_given(text: str, wanted: str) -> N
 
 def test_what_follows_a_question_mark_stays_at_the_end_of_an_address() -> None:
     assert joined("s3://bucket/a?region=x", "run") == "s3://bucket/a/run?region=x"
+    assert joined("/there/a?b", "run") == "/there/a?b/run"
     assert joined("/there/", "run") == "/there/run" and joined("/there", "") == "/there"
 
 

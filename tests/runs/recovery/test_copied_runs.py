@@ -199,6 +199,7 @@ def test_an_address_that_takes_nothing_is_refused_before_anything_is_made(tmp_pa
             "checkpoints cannot go to 'nowhere://bucket': .*; give a path, or an address as",
         ),
         ("s3://me:secret@bucket/a", r"'s3://...@bucket' holds a password, .*; leave it out"),
+        ("abfs://c@host/a?client_secret=b", r"'abfs://...@host' holds a password, .*; leave it"),
     ):
         with pytest.raises(GraphError, match=why) as refusal:
             run(
