@@ -4,6 +4,7 @@ front.
 
 from __future__ import annotations
 
+import re
 from typing import Annotated, Any, Generic, NoReturn, TypeAlias, TypeVar, Union, dataclass_transform
 
 import msgspec
@@ -33,6 +34,8 @@ field to check."""
 
 _SHOWN = 60
 """Bytes of a message that an error shows."""
+_NUMBERS = re.compile(r"[<>|][biufc][0-9]{1,2}")
+"""What numpy calls the types of arrays that travel."""
 
 
 @dataclass_transform(frozen_default=True, field_specifiers=(field,))
@@ -100,8 +103,7 @@ class Codec(Generic[M]):
         read.
         """
         name = self._encoder.encode({"type": kind.__name__})[1:]
-        map_bytes = 1 if len(kind.__struct_fields__) < 15 else 3
-        return data.startswith(self._head) and data.startswith(name, len(self._head) + map_bytes)
+        return data.startswith(self._head + _map_head(kind) + name)
 
     def decode(self, data: Any) -> M:
         """The message that `encode` made bytes of. Raises MessageError for anything else."""
@@ -113,8 +115,13 @@ class Codec(Generic[M]):
             self._refuse(f"is of another protocol or version; found {bytes(view[:_SHOWN])!r}")
         try:
             message: M = self._decoder.decode(view[size:])
-        except (ValueError, TypeError, RecursionError, MemoryError) as error:
+        except (ValueError, TypeError, OverflowError, RecursionError, MemoryError) as error:
             self._refuse(f"does not fit; found: {error}")
+        head = _map_head(type(message))
+        if view[size : size + len(head)] != head:
+            self._refuse(
+                f"does not fit; found: a '{type(message).__name__}' without all its fields"
+            )
         return message
 
     def _too_large(self, size: int) -> NoReturn:
@@ -124,6 +131,12 @@ class Codec(Generic[M]):
 
     def _refuse(self, what: str, do: str = "run the same release on both sides") -> NoReturn:
         raise MessageError(f"a message of {self._tag} {what}; {do}") from None
+
+
+def _map_head(kind: type[Any]) -> bytes:
+    """How the map of a message of this kind begins: a field has to travel, be it its default."""
+    size = 1 + len(kind.__struct_fields__)
+    return bytes([0x80 | size]) if size < 16 else b"\xde" + size.to_bytes(2, "big")
 
 
 def _lowered(value: Any) -> Any:
@@ -143,7 +156,7 @@ def _lifted(kind: Any, value: Any) -> Any:
     if (getattr(kind, "__origin__", kind)) is not np.ndarray:
         raise TypeError(f"no message carries values of type {kind}")
     dtype, shape, data = value
-    if type(data) is not bytes or type(dtype) is not str or len(dtype) > len("<c16"):
+    if type(data) is not bytes or type(dtype) is not str or not _NUMBERS.fullmatch(dtype):
         raise ValueError("Expected an array")
     return np.frombuffer(data, dtype).reshape(shape).copy()
 
