@@ -15,6 +15,7 @@ import os
 import re
 import secrets
 import socket
+import stat
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -195,9 +196,14 @@ def is_folder(text: str) -> bool:
 
 
 def is_own(text: str) -> bool:
-    """Whether an address is a folder of this user's on this machine."""
+    """Whether an address is a folder of this user's on this machine that not everybody may write
+    to.
+    """
     path = Path(checked(text))
-    return is_folder(text) and path.exists() and path.stat().st_uid == os.getuid()
+    if not is_folder(text) or not path.exists():
+        return False
+    status = path.stat()
+    return status.st_uid == os.getuid() and not status.st_mode & stat.S_IWOTH
 
 
 def joined(text: str, name: str) -> str:
