@@ -101,6 +101,8 @@ class Child:
         """Send a signal, unless its end has been seen; to its group, or to it alone where it has
         none yet.
         """
+        if self.pid <= 0:
+            return  # another host's, which this one cannot reach; 0 would be this process's group
         if self.returncode is None and not (group and _signal(os.killpg, self.pid, number)):
             _signal(os.kill, self.pid, number)
 
