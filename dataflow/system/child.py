@@ -35,7 +35,8 @@ class Child:
     """A process that this one has started: a fork, or a program.
 
     Its end takes along what it leaves behind: its process group where it leads one, all that it has
-    started where a keeper stands in between. Every wait has a deadline.
+    started where a keeper stands in between. Every wait has a deadline, but that of whoever exists
+    to see it end.
 
     consumes: the kernel's word of its end; what it says last, where `words` are kept
     produces: signals to it; its exit status, once it has been seen
@@ -101,8 +102,6 @@ class Child:
         """Send a signal, unless its end has been seen; to its group, or to it alone where it has
         none yet.
         """
-        if self.pid <= 0:
-            return  # another host's, which this one cannot reach; 0 would be this process's group
         if self.returncode is None and not (group and _signal(os.killpg, self.pid, number)):
             _signal(os.kill, self.pid, number)
 

@@ -126,6 +126,9 @@ class FarRank(Child):
         assert self.returncode is not None, "it is over"
         return self.returncode
 
+    def signal(self, number: int, *, group: bool = False) -> None:
+        """None reaches another host but that of `kill`; the pid 0 would be this process's group."""
+
     def kill(self) -> None:
         """SIGKILL, unless its end has been seen."""
         if self.returncode is None:

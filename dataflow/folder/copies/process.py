@@ -42,11 +42,16 @@ from dataflow.folder.ledger.places import HOME
 from dataflow.folder.ledger.upkeep import SetPlace
 from dataflow.folder.retention import FACT
 from dataflow.folder.run_folder import RunFolder
+from dataflow.limits import Limits
 from dataflow.system.child import die_with_parent, program
 from dataflow.system.files import RunFolderError, disk, flush_to_disk, to_json
 
 ANSWER_S = 20.0
 """For an address to take a file of a hundred bytes."""
+STILL_S = Limits().copy_s
+"""For the next bytes of a copy that is brought back."""
+MOVES, MOVES_S = b"moves\n", 1.0
+"""What the process says while bytes come, and how often at most."""
 NOWHERE = ""
 START_S = 30.0
 """For the process to begin."""
@@ -90,7 +95,7 @@ def bring_back(
     no run folder. Errors: GraphError; RunError where there is no whole copy, or the folder is there
     already.
     """
-    copy = FoundCopy(**ask("find", checked(text), looks=3))
+    copy = FoundCopy(**ask("find", checked(text), within_s=3 * ANSWER_S))
     path = Path(runs).absolute() / copy.run
     if path.exists():
         raise RunError(
@@ -126,7 +131,7 @@ def bring_checkpoint(
     the ledger; its step. None where none of a step above `above`, and not above `upto`, is there.
     Errors: GraphError; RunError.
     """
-    copy = FoundCopy(**ask("find", copies.place, looks=3))
+    copy = FoundCopy(**ask("find", copies.place, within_s=3 * ANSWER_S))
     steps = [step for step in copy.steps.get(trainer, ()) if above < step <= upto]
     if not steps:
         return None
@@ -147,7 +152,7 @@ def _bring_newest(
     brought = ask(
         "bring",
         found.place,
-        looks=0,
+        within_s=STILL_S,
         found=asdict(found),
         trainer=trainer,
         steps=list(steps),
@@ -209,12 +214,20 @@ def _bring(
 ) -> dict[str, Any]:
     """Of the steps the newest that is undamaged; what the damage of later ones is."""
     store, damaged = FoundCopy(**found).store(trainer), list[str]()
+    said_at = time.monotonic()
+
+    def moved(count: int) -> None:
+        nonlocal said_at
+        if time.monotonic() - said_at > MOVES_S:
+            said_at = time.monotonic()
+            print(MOVES.decode(), end="", flush=True)
+
     for step in reversed(steps):
         into = Path(folder, "checkpoints", trainer, name_of(step))
         shutil.rmtree(into, ignore_errors=True)
         try:
             with disk("writing", into):
-                store.get(step, into)
+                store.get(step, into, moved)
         except CopyError as error:
             if not isinstance(error.__cause__, FileNotFoundError | None):
                 raise  # the address or this disk fails now; the copy may be good
@@ -241,14 +254,14 @@ TASKS: Mapping[str, Callable[..., Any]] = {
 """Each of an address and plain values, and so is what it returns."""
 
 
-def ask(task: str, address: str, *, looks: int = 1, **given: Any) -> Any:
-    """What one of `TASKS` returns, from a process that is killed when it takes longer than
-    `ANSWER_S` for each of so many looks; 0: it may take as long as it does.
+def ask(task: str, address: str, *, within_s: float | None = None, **given: Any) -> Any:
+    """What one of `TASKS` returns, from a process that is killed when it says nothing for so long,
+    not even that bytes come. within_s: None: `ANSWER_S`.
 
     Errors: what it raises, as GraphError, TakenUp or RunError; GraphError where the address hangs
     or takes nothing.
     """
-    answer_s = looks * ANSWER_S or None
+    within_s = ANSWER_S if within_s is None else within_s
     reads, writes = os.pipe()
     try:
         child = program(
@@ -261,14 +274,16 @@ def ask(task: str, address: str, *, looks: int = 1, **given: Any) -> Any:
     finally:
         os.close(writes)
     try:
-        line = _line(reads, answer_s) if _line(reads, START_S) else b""
+        line = _line(reads, START_S) and _line(reads, within_s)
+        while line == MOVES:
+            line = _line(reads, within_s)
     finally:
         os.close(reads)
         child.end(0.0)  # one that hangs in the kernel is left to it
     if not line:
         raise GraphError(
             f"checkpoints cannot go to '{address}', nor come from there: it did not answer within"
-            f" {answer_s or START_S:.0f} s; look whether it is reached from here, or give another"
+            f" {within_s:.0f} s; look whether it is reached from here, or give another"
             " address"
         )
     answer = json.loads(line)
@@ -282,14 +297,13 @@ def ask(task: str, address: str, *, looks: int = 1, **given: Any) -> Any:
     raise _ERRORS.get(answer["error"], RunError)(answer["text"])
 
 
-def _line(pipe: int, within_s: float | None) -> bytes:
+def _line(pipe: int, within_s: float) -> bytes:
     """A line of a pipe, and nothing after it; empty where none came, or the other end was
     closed.
     """
-    deadline, line = time.monotonic() + (within_s or float("inf")), b""
+    deadline, line = time.monotonic() + within_s, b""
     while not line.endswith(b"\n"):
-        left_s = deadline - time.monotonic()
-        wait_s = None if within_s is None else max(0.0, left_s)
+        wait_s = max(0.0, deadline - time.monotonic())
         if not select.select([pipe], [], [], wait_s)[0] or not (byte := os.read(pipe, 1)):
             return b""
         line += byte

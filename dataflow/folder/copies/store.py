@@ -116,12 +116,12 @@ class Address:
                 flush_to_disk((self.local / name).parent)
         return facts
 
-    def get(self, name: str, into: Path) -> dict[str, Any]:
+    def get(self, name: str, into: Path, moved: Moved = lambda count: None) -> dict[str, Any]:
         """Bring a file here; its facts. Errors: OSError of this machine's disk."""
         into.parent.mkdir(parents=True, exist_ok=True)
         with into.open("wb") as out:
             with self._errors("reading", name), self.files.open_input_stream(name) as source:
-                facts = _copied(source, out)
+                facts = _copied(source, out, moved)
             out.flush()
             os.fsync(out.fileno())
         return facts
@@ -428,12 +428,13 @@ class Store:
                 copied[LEDGER] = self.place.put(f"{name_of(step)}/{LEDGER}", source, moved)
         return copied
 
-    def get(self, step: int, into: Path) -> None:
+    def get(self, step: int, into: Path, moved: Moved = lambda count: None) -> None:
         """Bring a whole checkpoint here, into an empty folder; the ledger lies beside its files.
         Errors: CopyError, also where a file is not as the marker says.
         """
         for name, expected in self.marker(step)["files"].items():
-            if (facts := self.place.get(f"{name_of(step)}/{name}", into / name)) != expected:
+            facts = self.place.get(f"{name_of(step)}/{name}", into / name, moved)
+            if facts != expected:
                 raise CopyError(
                     f"'{name}' of the checkpoint of step {step} at '{self.place.text}' is damaged:"
                     f" {facts} instead of {expected}"

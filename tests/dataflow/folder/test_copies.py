@@ -2,6 +2,7 @@
 but their part's.
 """
 
+import os
 import threading
 import time
 from collections.abc import Callable
@@ -13,8 +14,9 @@ from rigs.ending import at_end
 from rigs.machine import wait_until
 from storage_addresses import Weather, failing
 
-from dataflow.errors import RunError
+from dataflow.errors import GraphError, RunError
 from dataflow.folder.checkpoints import MARKER, TEMPORARY, Checkpoints
+from dataflow.folder.copies import process
 from dataflow.folder.copies.copier import CheckpointCopier, CopyQueue
 from dataflow.folder.copies.store import (
     LEDGER,
@@ -431,3 +433,60 @@ def test_a_host_that_dies_in_the_midst_of_a_copy_leaves_the_one_before(
     again.add(3, is_temporary=True)
     idle(again)
     assert store(address).whole() == [2, 3]
+
+
+def test_a_copy_whose_bytes_stop_coming_ends_in_a_refusal_and_those_that_come_are_told_of(
+    checkpoints: Checkpoints,
+    ledger: Ledger,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    there = tmp_path / "there"
+    copies = claim(Address.of(str(there)), str(there), "run", [""], None)
+    commit(checkpoints, 4)
+    copying = CheckpointCopier(
+        copies,
+        trainer="",
+        folder=checkpoints.folder,
+        pack=ledger.pack,
+        log=Log(),
+        node="trainer",
+    )
+    at_end(lambda: copying.close(0.0))
+    copying.start(4)
+    copying.add(4, is_temporary=False)
+    idle(copying)
+    stuck = next(there.rglob("step-000004/model.bin"))
+    into = tmp_path / "into"
+    (into / "checkpoints").mkdir(parents=True)
+    monkeypatch.setattr(process, "MOVES_S", -1.0)
+    copy = process.asdict(process.find(copies.place))
+    process.TASKS["bring"](str(there), found=copy, trainer="", steps=[4], folder=str(into))
+    assert set(capsys.readouterr().out.splitlines()) == {process.MOVES.decode().strip()}
+    stuck.unlink()
+    os.mkfifo(stuck)
+    monkeypatch.setattr(process, "STILL_S", 3.0)
+    with pytest.raises(GraphError, match="did not answer within 3 s"):
+        process.bring_checkpoint(copies, "", into, 0, 4, lambda text: None)
+
+
+def test_who_says_that_bytes_come_is_waited_for_and_nobody_else(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def speaks(lines: list[bytes]) -> None:
+        def body(stdout: int) -> int:
+            for line in lines:
+                os.write(stdout, line)
+                time.sleep(0.3)
+            return 0
+
+        monkeypatch.setattr(
+            process, "program", lambda *words, stdin, stdout: fork(lambda: body(stdout))
+        )
+
+    speaks([b"begun\n", *[process.MOVES] * 5, b'{"value": 3}\n'])
+    assert process.ask("bring", "there", within_s=1.0) == 3
+    speaks([b"begun\n", b"", b"", b"", b"", b"", b'{"value": 3}\n'])
+    with pytest.raises(GraphError, match="did not answer within 1 s"):
+        process.ask("bring", "there", within_s=1.0)

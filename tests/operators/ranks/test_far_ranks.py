@@ -23,7 +23,7 @@ from dataflow.system.rank_places import RankPlaces
 from dataflow.system.security import RunKeys
 from dataflow.worker.host import Settings
 from dataflow.worker.rank_host import RankHost
-from dataflow.worker.rank_line import RankLine
+from dataflow.worker.rank_line import FarRank, RankLine
 from operators.ranks import group
 from operators.ranks.process import run_rank
 from operators.ranks.store import RankZeroStore
@@ -210,3 +210,20 @@ def test_groups_that_are_made_later_meet_there_too(tmp_path: Path) -> None:
 
     assert fork(rank, keep=(1, 2)).wait(WAIT_S) == 0
     line.close()
+
+
+def test_no_signal_for_a_far_rank_comes_to_the_processes_here() -> None:
+    here, there = socket.socketpair()
+    killed: list[int] = []
+    received: list[int] = []
+    before = signal.signal(signal.SIGWINCH, lambda number, frame: received.append(number))
+    try:
+        rank = FarRank(1, "b", here, killed.append)
+        rank.signal(signal.SIGWINCH, group=True)
+        rank.signal(signal.SIGWINCH)
+        rank.kill()
+    finally:
+        signal.signal(signal.SIGWINCH, before)
+        here.close()
+        there.close()
+    assert killed == [1] and not received
