@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dataflow.agent.host_program import HOSTED
-from dataflow.errors import DataflowError, GraphError
+from dataflow.errors import DataflowError, GraphError, too_long_name
 from dataflow.flags.config_file import read as read_config
 from dataflow.flags.config_file import written
 from dataflow.flags.declared import ALGORITHM, FIRST, Declared, Flag
@@ -116,6 +116,11 @@ def main(
             raise
         _say(type(error).__name__, str(error), error)
         status = 2 if isinstance(error, FlagError) else 1
+    except OSError as error:
+        if (refusal := too_long_name(error)) is None or HOSTED.get(None) is not None:
+            raise
+        _say(type(refusal).__name__, str(refusal), refusal)
+        status = 1
     except KeyboardInterrupt as error:
         _say("", "", error)
         status = status_of(error)

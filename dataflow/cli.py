@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import tyro
 
-from dataflow.errors import DataflowError, GraphError, nearest
+from dataflow.errors import DataflowError, GraphError, nearest, too_long_name
 from dataflow.launchers.submit import launch
 from dataflow.runs.commands import compare_runs, export_run, list_runs, report_run
 from dataflow.system.interrupts import interrupted, status_of
@@ -41,7 +41,10 @@ def main() -> None:
     except BrokenPipeError:  # whoever read it has enough, as `head` has
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         status = 128 + signal.SIGPIPE
-    except DataflowError as error:
+    except (DataflowError, OSError) as raised:
+        error = too_long_name(raised) if isinstance(raised, OSError) else raised
+        if error is None:
+            raise
         from rich.markup import escape
 
         from dataflow.display import say

@@ -18,6 +18,7 @@ Messages have three parts: what is wrong, what was found, what to do.
 import contextlib
 import dataclasses
 import difflib
+import errno
 import functools
 import inspect
 import re
@@ -57,6 +58,17 @@ class GraphError(DataflowError, ValueError):
     """
 
     is_lasting = True
+
+
+def too_long_name(error: OSError) -> GraphError | None:
+    """The refusal of a path that is longer than the file system takes; None for another error."""
+    if error.errno != errno.ENAMETOOLONG:
+        return None
+    name = str(error.filename)
+    return GraphError(
+        f"no file or folder can have a name that long; found one of {len(name):,} characters,"
+        f" {name[:40]!r}...; give a shorter one"
+    )
 
 
 class RecordError(DataflowError, ValueError):

@@ -6,7 +6,11 @@ import functools
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Self, TypeAlias
+from typing import Any, ClassVar, Self, TypeAlias
+
+from jinja2 import Environment, TemplateError, nodes
+from jinja2.ext import Extension
+from jinja2.parser import Parser
 
 from dataflow.errors import GraphError
 
@@ -44,6 +48,36 @@ class ChatError(GraphError):
     """
 
 
+class _Generation(Extension):
+    """transformers' tag around what the assistant says, which says nothing of names."""
+
+    tags: ClassVar[set[str]] = {"generation"}
+
+    def parse(self, parser: Parser) -> list[nodes.Node]:
+        """What stands between the tags."""
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+def _names_read(template: str | Mapping[str, str]) -> set[str]:
+    """Names that a chat template, or one of several by name, reads; an option of another name would
+    change nothing.
+    """
+    environment = Environment(extensions=[_Generation, "jinja2.ext.loopcontrols"])
+    texts = [template] if isinstance(template, str) else list(template.values())
+    try:
+        return {
+            name.name
+            for text in texts
+            for name in environment.parse(text).find_all(nodes.Name)
+            if name.ctx == "load"
+        }
+    except TemplateError as error:
+        raise ChatError(
+            f"the chat template cannot be read: {error}; found it in the tokenizer; mend it"
+        ) from error
+
+
 class ChatTemplate:
     """What a tokenizer's chat template makes of messages; raises ChatError for a tokenizer that has
     none.
@@ -58,6 +92,12 @@ class ChatTemplate:
         if not getattr(tokenizer, "chat_template", None):
             raise ChatError(
                 f"'{self.name}' has no chat template; found none in its tokenizer; give it one"
+            )
+        if options and (unread := sorted(options.keys() - _names_read(tokenizer.chat_template))):
+            raise ChatError(
+                f"the chat template of '{self.name}' reads no option {unread[0]!r}; found"
+                f" chat_template_kwargs {dict(options)}; leave it out, or give the model a chat"
+                " template that reads it"
             )
         self.arguments_are_text = False
         self._given: Callable[[str], Any] = functools.lru_cache(_MOST_OPTIONS)(self._with_options)

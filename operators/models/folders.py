@@ -76,6 +76,12 @@ def base_of(model: Model) -> tuple[Model, Path | None]:
             f" base_model_name_or_path={source!r}; write the folder or id of the model there that"
             " they were trained on"
         )
+    if holds_adapters(source):
+        raise ModelError(
+            f"the adapters in {folder} cannot be loaded: they belong to {source}, which holds"
+            " adapters alone; merge those into their model with peft, and write the folder of the"
+            " whole model as base_model_name_or_path"
+        )
     return dataclasses.replace(plain, source=source, revision=config.get("revision")), folder
 
 
@@ -145,7 +151,11 @@ def _config(folder: Path) -> dict[str, Any]:
         ]
         if wrong and config.get("peft_type", "LORA") == "LORA":
             raise ValueError(f"{wrong[0]}={config.get(wrong[0])!r}")
-    except (OSError, ValueError, TypeError) as error:
+        for key, alpha in dict(config.get("alpha_pattern") or {}).items():
+            re.compile(key)
+            if isinstance(alpha, bool) or not isinstance(alpha, int | float):
+                raise ValueError(f"alpha_pattern of {key!r} is {alpha!r}, which is no number")
+    except (OSError, ValueError, TypeError, re.error) as error:
         raise ModelError(
             f"the adapters in {folder} cannot be loaded: {ADAPTER_CONFIG} is broken ({error}); copy"
             " it again"

@@ -167,6 +167,16 @@ def test_a_refused_graph_ends_with_status_1_and_one_message(
     assert re.search(r"GraphError: 'prompts' ends after 4 prompts", capsys.readouterr().err)
 
 
+def test_a_path_longer_than_any_file_systems_is_refused(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert status_of("--runs", "x" * 5000, "--resume", "x" * 5000) == 1
+    monkeypatch.setattr(sys, "argv", ["dataflow", "show", "x" * 5000])
+    with pytest.raises(SystemExit):
+        cli.main()
+    assert capsys.readouterr().err.count("no file or folder can have a name that long") == 2
+
+
 def test_devices_that_are_not_there_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert status_of("--gpus", "generator=600", "--draw", "plan.svg") == 1
     assert "600 GPUs" in capsys.readouterr().err

@@ -311,6 +311,29 @@ def test_adapters_that_are_more_than_plain_ones_are_not_merged(base: Path, tmp_p
         load_merged(Model(str(tmp_path)))
 
 
+@pytest.mark.parametrize(
+    ("said", "message"),
+    [
+        ({"alpha_pattern": {"q_proj(": 3}}, "adapter_config.json is broken"),
+        ({"alpha_pattern": {"q_proj": "3"}}, "alpha_pattern of 'q_proj' is '3'"),
+        ({"base_model_name_or_path": "."}, "which holds adapters alone; merge those"),
+    ],
+)
+def test_what_adapters_say_of_themselves_is_refused_by_name(
+    base: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    said: dict[str, Any],
+    message: str,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    save(tmp_path, load_adapted(declared(base)))
+    config = json.loads((tmp_path / "adapter_config.json").read_text())
+    (tmp_path / "adapter_config.json").write_text(json.dumps(config | said))
+    with pytest.raises(ModelError, match=message):
+        load_merged(Model(str(tmp_path)))
+
+
 FOREIGN: dict[str, dict[str, Any]] = {
     "another scale": {"target_modules": ["q_proj", "v_proj"], "lora_alpha": 3},
     "rslora": {"target_modules": ["q_proj", "v_proj"], "use_rslora": True, "lora_dropout": 0.1},
