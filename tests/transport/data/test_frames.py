@@ -205,12 +205,6 @@ def test_a_patched_offset_is_refused_before_anyone_reads_it() -> None:
         frames.decode_batch(bytes(body), _header(bytes(body), 3), SCHEMA)
 
 
-@given(st.binary(max_size=200))
-def test_junk_is_never_a_message(junk: bytes) -> None:
-    with pytest.raises(FrameError):
-        decode_message(junk)
-
-
 @given(
     st.recursive(
         st.none()
@@ -238,12 +232,6 @@ def test_sealed_junk_is_never_a_message(value: object) -> None:
 def test_a_junk_body_with_a_right_checksum_is_refused(junk: bytes) -> None:
     with pytest.raises(FrameError):
         frames.decode_batch(junk, _header(junk, 0), SCHEMA)
-
-
-@given(st.binary(max_size=300))
-def test_a_junk_schema_is_refused(junk: bytes) -> None:
-    with pytest.raises(FrameError):
-        frames.decode_schema(junk)
 
 
 def test_another_schema_or_row_count_is_refused() -> None:

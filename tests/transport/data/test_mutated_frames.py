@@ -16,9 +16,6 @@ from .rig import until
 from .siege import HONEST, Siege, digest_of, receiver_at
 
 ROOT = Path(__file__).parents[3]
-FLAT_BYTES = 6 << 20
-"""What a process may grow by and still count as flat: arenas and queues of messages that come and
-go."""
 
 
 class Tally:
@@ -133,27 +130,3 @@ def child(request: pytest.FixtureRequest, folder: Path) -> Iterator[Child]:
     made = Child(f"ipc://{folder}/edge" if request.param == "ipc" else "tcp://127.0.0.1:*")
     yield made
     made.kill()
-
-
-@pytest.mark.slow
-def test_a_process_survives_ten_thousand_mutated_frames_in_flat_memory(child: Child) -> None:
-    siege = Siege(child.address, seed=7)
-    resident = {}
-    until(lambda: (siege.sender.poll(), siege.sender.room() > 0)[1])
-    for step in range(1000, 10_001, 1000):
-        while siege.fired < step:
-            siege.volley(len(child.tally.by_sender[siege.liar]))
-            # no faster than the child can read: what waits for it is no part of its memory
-            if siege.fired % 50 == 0:
-                until(lambda: (siege.sender.poll(), siege.sender.unacknowledged == 0)[1])
-        until(lambda: (siege.sender.poll(), siege.sender.unacknowledged == 0)[1])
-        resident[step] = child.ask()[1]
-    refused, _ = child.ask()
-    siege.sender.finish()
-    until(lambda: (siege.sender.poll(), siege.sender.drained)[1])
-    assert child.end() == (0, "")
-    child.tally.check(siege)
-    assert len(siege.sent) > 500
-    assert refused > siege.fired // 3
-    assert resident[10_000] - resident[2000] < FLAT_BYTES, resident
-    siege.close()

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from operators.engine.precision.formats import FORMATS, pack
-from transport.weights import FlatLayout, LayoutMismatch, tensor_encoder
+from transport.weights import LayoutMismatch, tensor_encoder
 from transport.weights.encoding import QUANTIZED, Encoding
 from transport.weights.tensor_encoder import EncodedWriter, Encoder, decode, quantize
 
@@ -60,16 +60,6 @@ def test_the_narrow_numbers_are_those_of_a_generator_that_quantises_by_itself(
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_the_formats_of_both_rooms_are_the_same(form):
-    assert (getattr(torch, QUANTIZED[form].dtype), QUANTIZED[form].top) == (
-        FORMATS[form].dtype,
-        FORMATS[form].top,
-    )
-    assert FORMATS["int8_dynamic"].dtype is FORMATS["int8"].dtype
-    assert FORMATS["int8_dynamic"].top == FORMATS["int8"].top
-
-
-@pytest.mark.parametrize("form", FORMS)
 def test_narrowing_in_slices_gives_what_the_whole_gives(monkeypatch, form):
     full = torch.randn(3, 37, 12)
     found = []
@@ -108,24 +98,10 @@ def test_matrices_travel_narrow_and_embeddings_norms_biases_heads_and_integers_d
     }
 
 
-def test_named_tensors_alone_travel_narrow_where_names_are_given():
-    layout = Encoding(quantized="fp8", names=frozenset({"lm_head.weight"})).flat_layout(model())
-    assert {spec.name for spec in layout.tensors if spec.dtype == "float8_e4m3fn"} == {
-        "lm_head.weight"
-    }
-
-
 @pytest.mark.parametrize("name", ["nowhere", "layers.0.q_proj.bias", "steps"])
 def test_a_named_tensor_that_cannot_be_narrow_is_refused(name):
     with pytest.raises(LayoutMismatch, match=f"no floating matrix of this model; found '{name}'"):
         Encoding(quantized="int8", names=frozenset({name})).flat_layout(model())
-
-
-@pytest.mark.parametrize("dtype", [None, "bfloat16", "float16"])
-def test_without_a_narrow_format_the_layout_is_that_of_a_cast(dtype):
-    tensors = model()
-    assert Encoding(dtype=dtype).flat_layout(tensors) == FlatLayout.of(tensors, dtype=dtype)
-    assert Encoder(Encoding(dtype=dtype), tensors).encode(tensors) == tensors
 
 
 @pytest.mark.parametrize(

@@ -1,12 +1,9 @@
 """The contract of the weight plane, the same for every executor."""
 
-from contextlib import closing
-
 import pytest
 import torch
 
-from transport.weights import FlatLayout, Hub, WeightReader, WeightWriter
-from transport.weights.memory import buffers
+from transport.weights import FlatLayout
 
 from ..conftest import PACE, parameters, values
 
@@ -199,16 +196,6 @@ def test_a_reader_may_come_before_the_writer(place):
     assert values(mine) == {1}
 
 
-def test_a_note_reaches_every_reader_and_the_newest_one_stays(place):
-    writer, one = place.writer(LAYOUT), place.reader("one", attach=parameters())
-    place.settle(writer, one)
-    writer.tell({"dropped": 1})
-    writer.tell({"dropped": 2, "why": "stale", "share": 0.5})
-    two = place.reader("two", attach=parameters())
-    place.settle(writer, one, two)
-    assert one.note == two.note == {"dropped": 2, "why": "stale", "share": 0.5}
-
-
 def test_a_closed_reader_keeps_its_version_in_memory_of_its_own(place):
     mine = parameters()
     writer, reader = place.writer(LAYOUT), place.reader(attach=mine)
@@ -233,31 +220,3 @@ def test_a_model_computes_with_adopted_views(place):
     place.settle(writer, reader)
     with torch.inference_mode():
         assert model(torch.ones(2, 8)).unique().tolist() == [8.0]
-
-
-def test_in_one_process_a_waiting_reader_is_answered_though_nobody_polls_the_writer():
-    hub, mine = Hub(), parameters()
-    with closing(WeightWriter(LAYOUT, hub)) as writer, closing(WeightReader(hub, "r")) as reader:
-        reader.attach(mine)
-        writer.publish(3, parameters(3))
-        assert reader.wait(3, timeout_s=5.0) == 3
-        assert values(mine) == {3}
-
-
-def test_copies_run_on_the_threads_they_were_given_and_leave_the_setting_alone(place, monkeypatch):
-    seen = []
-
-    def noted(does):
-        return lambda *what: (seen.append(torch.get_num_threads()), does(*what))[1]
-
-    for name in ("fill", "copy"):
-        monkeypatch.setattr(buffers, name, noted(getattr(buffers, name)))
-    before = torch.get_num_threads()
-    writer, reader = (
-        place.writer(LAYOUT, threads=2),
-        place.reader(attach=parameters(), adopt="copy", threads=3),
-    )
-    writer.publish(1, parameters(1))
-    place.settle(writer, reader)
-    assert seen == [2, 3]
-    assert torch.get_num_threads() == before

@@ -102,11 +102,6 @@ def test_the_slices_of_all_ranks_are_a_layout_whichever_of_them_makes_it():
         assert torch.equal(shards(TARGET, rank, tensors)["fused"], tensors["fused"][rows])
 
 
-def test_a_layout_of_one_rank_without_slices_is_whole():
-    tensors = {name: torch.zeros(shape) for name, (shape, _) in (FULL | WHOLE).items()}
-    assert layout_of_slices(FlatLayout.of(tensors), [{}]) == Layout.whole(FULL | WHOLE)
-
-
 def test_ranks_take_what_all_hold_though_the_trainer_dies_and_another_reuses_its_number(
     address,
 ):
