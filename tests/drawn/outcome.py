@@ -6,7 +6,7 @@ import re
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from refused.page import PAGE, rows
+from refused.page import EVIDENT, PAGE, rows
 
 from dataflow import GraphError, inline, run
 from dataflow.folder.run_folder import RunFolder
@@ -87,8 +87,8 @@ class DrawnRuns:
 
 
 def listed(message: str) -> bool:
-    """Whether docs/refused.md has the row of this refusal."""
-    heads = rows(PAGE.read_text("utf-8"))
+    """Whether docs/refused.md, or the list of evident refusals, has the line of this one."""
+    heads = (*rows(PAGE.read_text("utf-8")), *EVIDENT)
     return any(
         re.fullmatch(re.escape(head).replace("…", ".*"), message.partition("; ")[0])
         for head in heads

@@ -6,24 +6,20 @@ from .law import Law
 
 HEAD = """# Laws
 
-What the engine guarantees, and the test to read for each guarantee. Each law's test states it in
-its name and fails without the code that keeps the law. To try that, run `python -m tests.laws`:
-in a copy of the tree it breaks the code of one law after the other, at the symbol
-`package:Name.method` wherever below that package it is, and runs the test. A quick test checks
-that each symbol and test exists and each change still fits. `python -m tests.laws --page` writes
-this page.
+Find here what the engine guarantees, the test that states each guarantee, and the symbol
+`package:Name.method` of the code that keeps it. `python -m tests.laws` breaks one symbol after the
+other in a copy of the tree, and its test must fail. `python -m tests.laws --page` writes this page.
 """
 
 
 def page(rooms: Mapping[str, Iterable[Law]]) -> str:
-    """The page, a table for each part of the design."""
+    """The page, a list for each part of the design: a law, its tests, and where each breaks it."""
     parts = [HEAD]
     for room, laws in rooms.items():
-        parts.append(f"\n## {room}\n\n| law | test | broken at |\n|---|---|---|\n")
-        parts += dict.fromkeys(_row(law) for law in laws)
+        tests: dict[str, dict[str, None]] = {}
+        for law in laws:
+            tried = f"`{law.test.removeprefix('test_')}` (`{law.symbol}`)"
+            tests.setdefault(law.says, {})[tried] = None
+        parts.append(f"\n## {room}\n\n")
+        parts += [f"- {says}: {', '.join(tried)}\n" for says, tried in tests.items()]
     return "".join(parts)
-
-
-def _row(law: Law) -> str:
-    cells = (law.says, f"`{law.test.removeprefix('test_')}`", f"`{law.symbol}`")
-    return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |\n"

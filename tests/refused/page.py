@@ -1,12 +1,17 @@
 """The page of refusals: read, and written anew from the code with the reasons that stand in it."""
 
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 from .code import ROOT
 
 PAGE = ROOT / "docs" / "refused.md"
-TABLE = "| refused | why |\n|---|---|\n"
+EVIDENT = frozenset((ROOT / "tests" / "refused" / "evident.txt").read_text("utf-8").splitlines())
+"""Refusals that the page leaves out, because their messages say all: values out of range, names
+that are misspelled, files that are missing or damaged.
+"""
+WHY = ": *"
+"""Between a refusal and its reason, which ends with the line's last star."""
 
 Refusals = Mapping[str, Mapping[str, str]]
 """By heading, by what is refused: the file that refuses it."""
@@ -14,45 +19,38 @@ Refusals = Mapping[str, Mapping[str, str]]
 
 def rows(page: str) -> dict[str, str]:
     """The reason of each refusal that a page lists."""
-    reasons = {}
-    for line in page.splitlines():
-        cells = [_plain(cell) for cell in re.split(r"(?<!\\)\|", line)[1:-1]]
-        if len(cells) == 2 and cells[0] != "refused" and set(cells[0]) != {"-"}:
-            reasons[cells[0]] = cells[1]
-    return reasons
+    lines = [line[2:].partition(WHY) for line in page.splitlines() if line.startswith("- ")]
+    return {_plain(what): _plain(why.removesuffix("*")) for what, sep, why in lines if sep}
 
 
-def written(page: str, refusals: Refusals) -> str:
-    """The page with a table for each part of the code; reasons are kept, new rows have none yet."""
+def written(page: str, refusals: Refusals, evident: Collection[str] = EVIDENT) -> str:
+    """The page with a list for each part of the code; reasons are kept, new lines have none yet."""
     reasons = rows(page)
     parts = [page.partition("\n## ")[0].rstrip() + "\n"]
     for heading, refused in refusals.items():
-        parts.append(f"\n## {heading}\n\n{TABLE}")
-        parts += [row(what, reasons.get(what, "")) for what in refused]
+        parts.append(f"\n## {heading}\n\n")
+        parts += [row(what, reasons.get(what, "")) for what in refused if what not in evident]
     return "".join(parts)
 
 
 def row(what: str, why: str) -> str:
     """A line of the page."""
-    return f"| {_escaped(what)} | {_escaped(why)} |\n"
+    return f"- {_escaped(what)}{WHY}{_escaped(why)}*\n"
 
 
-def lacks(page: str, refusals: Refusals) -> list[str]:
+def lacks(page: str, refusals: Refusals, evident: Collection[str] = EVIDENT) -> list[str]:
     """What has to be added to a page or taken from it, a sentence each."""
-    reasons, files = (
-        rows(page),
-        {what: file for refused in refusals.values() for what, file in refused.items()},
-    )
+    reasons = rows(page)
+    files = {what: file for refused in refusals.values() for what, file in refused.items()}
     added = [
-        f"{file} refuses what {PAGE.name} does not list; run python -m tests.refused, write why"
-        f" into its line: {what}"
+        f"{file} refuses what {PAGE.name} does not list; run python -m tests.refused and write why"
+        f" into its line, or move it to evident.txt: {what}"
         for what, file in files.items()
-        if what not in reasons
+        if what not in reasons and what not in evident
     ]
     gone = [
-        f"{PAGE.name} lists what nothing refuses any more; run python -m tests.refused, or delete"
-        f" its line: {what}"
-        for what in reasons
+        f"{PAGE.name} or evident.txt lists what nothing refuses any more; delete its line: {what}"
+        for what in (*reasons, *sorted(evident))
         if what not in files
     ]
     silent = [
@@ -63,9 +61,9 @@ def lacks(page: str, refusals: Refusals) -> list[str]:
     return added + gone + silent
 
 
-def _escaped(cell: str) -> str:
-    return re.sub(r"([\\|*<>`])", r"\\\1", cell)
+def _escaped(text: str) -> str:
+    return re.sub(r"([\\|*<>`])", r"\\\1", text)
 
 
-def _plain(cell: str) -> str:
-    return re.sub(r"\\(.)", r"\1", cell.strip())
+def _plain(text: str) -> str:
+    return re.sub(r"\\(.)", r"\1", text.strip())

@@ -58,20 +58,24 @@ def test_a_page_is_read_as_it_was_written(refused):
     page = written("# T\n\nText.\n\n## Graphs\n" + row("b", "as so") + row("gone", "why"), refused)
     assert rows(page) == {"'…' is | and *": "", "b": "as so", "c": ""}
     assert written(page, refused) == page
-    assert page.startswith("# T\n\nText.\n\n## Graphs\n\n| refused |") and "gone" not in page
+    assert page.startswith("# T\n\nText.\n\n## Graphs\n\n- ") and "gone" not in page
+    assert rows(written(page, refused, evident={"b"})) == {"'…' is | and *": "", "c": ""}
 
 
 def test_what_a_page_lacks_is_said_by_its_line(refused):
     page = (
         "# T\n\n" + row("'…' is | and *", "why") + row("b", "") + row("gone", "why") + row("c", "w")
     )
-    lines = lacks(page, refused)
+    lines = lacks(page, refused, evident=())
     assert len(lines) == 2
     assert lines[0].endswith("delete its line: gone")
     assert lines[1].endswith("write it into the line: b")
-    assert lacks(page, {"Graphs": {"new": "n.py"}})[0].startswith(
-        "n.py refuses what refused.md does not list;"
-    )
+    new = {"Graphs": {"new": "n.py"}}
+    assert lacks(page, new)[0].startswith("n.py refuses what refused.md does not list;")
+    listed = page.replace("gone", "new")
+    assert not any(line.endswith("new") for line in lacks(listed, new, evident=()))
+    (stale,) = lacks("# T\n", {}, evident={"old"})
+    assert stale.endswith("delete its line: old")
 
 
 def test_refusals_are_found_wherever_a_program_makes_them():
