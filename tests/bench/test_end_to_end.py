@@ -4,14 +4,12 @@ way.
 
 import argparse
 import json
-import statistics
 from pathlib import Path
 
 import pytest
 
-from bench.end_to_end.__main__ import has_trl, is_heavy, run_all
-from bench.end_to_end.cases import LONG, SHORT, TAIL_TOKENS, make_case, tail_examples
-from bench.end_to_end.pace import Measured, Stopwatch, figures, medians, seconds_to
+from bench.end_to_end.__main__ import has_trl, run_all
+from bench.end_to_end.pace import Measured, Stopwatch, seconds_to
 from bench.report import Report
 
 
@@ -55,42 +53,12 @@ def test_evaluations_take_no_time_on_the_stopwatch() -> None:
     assert found.lengths == [[3, 4], [5, 6]]
 
 
-def test_neither_warmup_nor_cooldown_counts_in_the_rate() -> None:
-    slow_ends = measured([10.0, 20.0, 21.0, 22.0, 23.0, 43.0])
-    found = figures(slow_ends, warmup=2, cooldown=1, level=None)
-    assert found["steps"] == 3
-    assert found["rollouts_per_s"] == ROLLOUTS
-    assert found["tokens_per_s"] == 4 * ROLLOUTS
-    assert found["seconds_to_accuracy"] is None
-
-
 def test_seconds_to_accuracy_start_after_the_warmup_and_lie_between_evaluations() -> None:
     found = measured([8.0, 10.0, 11.0, 12.0, 13.0, 14.0], [(0, 0.1), (2, 0.2), (4, 0.4), (6, 0.8)])
     assert seconds_to(found, 0.6, warmup=2) == pytest.approx(3.0)
     assert seconds_to(found, 0.4, warmup=2) == pytest.approx(2.0)
     assert seconds_to(found, 0.1, warmup=2) == 0.0
     assert seconds_to(found, 0.9, warmup=2) is None
-
-
-def test_a_median_needs_a_figure_from_every_repeat() -> None:
-    found = medians([{"a": 1.0, "b": 1}, {"a": 3.0, "b": None}, {"a": 2.0, "b": 2}])
-    assert found == {"a": 2.0, "b": None}
-
-
-def test_the_tail_policy_learns_from_lengths_with_a_heavy_tail() -> None:
-    completions = [completion for _, completion in tail_examples(6_400)]
-    lengths = sorted(map(len, completions))
-    assert 25 <= statistics.median(lengths) <= 40
-    assert is_heavy(lengths[len(lengths) // 2], lengths[len(lengths) * 99 // 100])
-    assert max(lengths) < TAIL_TOKENS
-    assert all(set(text) <= set(SHORT) or set(text) <= set(LONG) for text in completions)
-
-
-def test_every_system_gets_the_same_steps_of_the_sorting_cases(tmp_path: Path) -> None:
-    for name in ("even", "slow_scorer"):
-        case = make_case(name, tmp_path, quick=False)
-        assert len(set(case.steps.values())) == 1
-        assert len(set(case.warmup.values())) == 1
 
 
 @pytest.mark.slow

@@ -7,7 +7,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 from made_tables import put, write_served
 
@@ -18,7 +17,6 @@ from bench.foresight.generator import (
     fitted,
     generator,
     left_out,
-    not_negative,
 )
 from bench.foresight.measured import Served, holding, read_served
 from dataflow.errors import GraphError
@@ -122,65 +120,6 @@ def test_a_device_left_out_is_predicted_by_constants_that_never_saw_it(
         for name, predicted in left_out(slower, lambda row: row.device).items()
     }
     assert statistics.fmean(off["B200"]) == pytest.approx(-0.5, abs=1e-3)
-
-
-def test_the_least_squares_without_negative_numbers_cannot_be_bettered() -> None:
-    random = np.random.default_rng(0)
-    for _ in range(50):
-        a, b = random.normal(size=(12, 5)), random.normal(size=12)
-        x = not_negative(a, b)
-        # Karush, Kuhn and Tucker: none may grow, and those that are not zero may not change
-        slope = a.T @ (b - a @ x)
-        assert (
-            (x >= 0).all() and (slope < 1e-6).all() and np.abs(slope[x > 0]).max(initial=0.0) < 1e-6
-        )
-
-
-@pytest.mark.parametrize(
-    ("change", "why"),
-    [
-        ({}, "is the same run as another row"),
-        ({"attention_dp_size": 2.0}, "cuts attention and experts over other ranks"),
-        ({"moe_tp_size": 4.0}, "cuts attention and experts over other ranks"),
-        ({"silicon_ttft_ms": 2500.0}, "waited a third of its time for a place"),
-        (
-            {"silicon_tpot_ms": 0.01, "silicon_ttft_ms": 0.1},
-            "is of a file with rows faster than data sheets allow",
-        ),
-    ],
-)
-def test_rows_whose_description_does_not_hold_together_are_left_out_and_counted(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change: dict[str, Any], why: str
-) -> None:
-    other = (
-        {"silicon_data_source": "source_file=other.csv", "silicon_tpot_ms": 9.0} if change else {}
-    )
-    kept, found = holding(made(tmp_path, monkeypatch, {}, other | change))
-    assert len(kept) == 1 and kept[0].token_s == 0.01
-    assert [text for text, number in found.items() if number] == [
-        text for text in found if text.startswith(why)
-    ]
-
-
-def test_rows_of_other_servers_modes_and_devices_are_not_read(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    others = [{"backend": "sglang"}, {"mode": "disagg"}, {"system": "gb200"}]
-    assert len(made(tmp_path, monkeypatch, {}, *others)) == 1
-    with pytest.raises(
-        GraphError, match="measured runs of trtllm on h100_sxm, h200_sxm, b200_sxm are to be in"
-    ):
-        read_served(folder(), "trtllm")
-
-
-def test_a_model_without_a_config_is_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with pytest.raises(
-        GraphError,
-        match="dimensions of model 'made/other' are not in the package: FileNotFoundError",
-    ):
-        made(tmp_path, monkeypatch, {}, {"model_path": "made/other"})
 
 
 @pytest.mark.slow

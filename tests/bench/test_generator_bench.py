@@ -4,27 +4,20 @@ measured.
 
 import argparse
 import json
-import statistics
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
 
-from bench.generator.__main__ import affordable, check, figures, run_all
+from bench.generator.__main__ import run_all
 from bench.generator.cases import (
-    GROUP_SIZE,
-    HEAVY,
-    MEDIAN_TOKENS,
     Load,
     make_load,
     make_policy,
-    percentile,
-    tail_lengths,
-    text_of,
 )
-from bench.generator.systems import OPEN, SYSTEMS, Late, Made, Setting, System, Unavailable
-from bench.generator.updates import ARMS, lost, measure_updates
+from bench.generator.systems import OPEN, SYSTEMS, Late, Setting, System, Unavailable
+from bench.generator.updates import ARMS, measure_updates
 from bench.report import Report
 
 ROW = {
@@ -100,58 +93,6 @@ def test_a_system_that_is_late_says_so_and_can_go_on(policy: Path) -> None:
             system.run(load, 1e-9)
         assert system.run(load, DEADLINE_S).lengths == list(load.lengths)
         system.close()
-
-
-def test_two_rows_of_the_same_system_are_of_the_same_load() -> None:
-    one, other = (make_load("tail", in_flight=16, rollouts=64, size="small") for _ in range(2))
-    assert one.lengths == other.lengths
-    assert all((a == b).all() for a, b in zip(one.prompts, other.prompts, strict=True))
-    assert len(one.prompts) * GROUP_SIZE == len(one.lengths) == 64
-
-
-@pytest.mark.parametrize("count", [512, 2048])
-def test_the_tail_has_a_99th_percentile_of_ten_medians(count: int) -> None:
-    lengths = tail_lengths(count, 256, seed=3)
-    assert len(lengths) == count
-    assert percentile(lengths, 50) == pytest.approx(MEDIAN_TOKENS, abs=1)
-    assert percentile(lengths, 99) == pytest.approx(HEAVY * statistics.median(lengths), rel=0.05)
-    assert lengths != sorted(lengths)
-    whole = sum(lengths) / count
-    for first in range(0, count, 256):
-        assert sum(lengths[first : first + 256]) / 256 == pytest.approx(whole, rel=0.05)
-
-
-def test_the_tokenizer_gives_a_prompt_its_tokens_back(policy: Path) -> None:
-    from transformers import AutoTokenizer
-
-    prompt = make_load("even", in_flight=8, rollouts=8, size="tiny").prompts[0]
-    assert AutoTokenizer.from_pretrained(policy)(text_of(prompt))["input_ids"] == prompt.tolist()
-
-
-def test_a_slow_system_gets_whole_rounds_and_at_least_one_group() -> None:
-    load = make_load("even", in_flight=16, rollouts=128, size="tiny")
-    warm = Made(lengths=[128] * 16, seconds=10.0)
-    assert len(affordable(load, warm, 1000.0).lengths) == 128
-    assert len(affordable(load, warm, 30.0).lengths) == 48
-    assert len(affordable(load, warm, 6.0).lengths) == 8
-    assert len(affordable(load, warm, 0.1).lengths) == 8
-
-
-def test_figures_of_rollouts_with_other_lengths_are_refused() -> None:
-    load = make_load("even", in_flight=8, rollouts=8, size="tiny")
-    check(Made(lengths=[128] * 8, seconds=1.0), load)
-    with pytest.raises(RuntimeError, match="found 127 tokens for 128 in rollout 3"):
-        check(Made(lengths=[128] * 3 + [127] + [128] * 4, seconds=1.0), load)
-
-
-def test_the_ratio_is_of_turns_and_the_pace_is_the_median() -> None:
-    mine = [Made(lengths=[10] * 8, seconds=s) for s in (1.0, 2.0, 4.0)]
-    others = [Made(lengths=[10] * 8, seconds=s) for s in (2.0, 2.0, 2.0)]
-    found = figures(mine, others)
-    assert found["tokens_per_s"] == 40.0
-    assert found["ratio"] == 1.0
-    assert found["spread"] == pytest.approx((80 - 20) / 40)
-    assert lost([95.0, 80.0, 99.0], [100.0, 100.0, 100.0]) == pytest.approx(5.0)
 
 
 def test_every_row_has_the_promised_fields(

@@ -8,9 +8,6 @@ import pytest
 import torch
 
 from bench.gpu import __main__ as gpu
-from bench.gpu import shared as gpu_shared
-from bench.gpu import trainer as gpu_trainer
-from bench.gpu.systems import TINY, Load, bytes_read, make_model
 
 SERVING = [
     flag for part in ("tests", "ours", "hf", "attention", "weights") for flag in ("--only", part)
@@ -58,16 +55,6 @@ def test_without_a_gpu_it_says_so_and_ends_with_2(capsys, monkeypatch):
     assert "needs a GPU; torch" in capsys.readouterr().err
 
 
-def test_what_does_not_fit_into_the_time_is_skipped_with_its_reason(tmp_path):
-    path = tmp_path / "gpu.jsonl"
-    assert gpu.main(["--device", "cpu", "--tiny", "--minutes", "0", "--json", str(path)]) == 0
-    lines = [json.loads(line) for line in path.read_text().splitlines()]
-    assert all("skipped" in line for line in lines if line["case"] != "machine")
-    assert len(lines) == 14 + len(gpu_trainer.served(torch.device("cpu"))) + len(
-        gpu_shared.STALENESS
-    )
-
-
 @pytest.mark.slow
 def test_a_system_that_fails_is_a_row_and_the_others_go_on(tmp_path, monkeypatch):
     def broken(*_):
@@ -78,31 +65,3 @@ def test_a_system_that_fails_is_a_row_and_the_others_go_on(tmp_path, monkeypatch
     assert gpu.main(["--device", "cpu", "--tiny", "--only", "hf", "--json", str(path)]) == 1
     lines = [json.loads(line) for line in path.read_text().splitlines() if "tiny" in line]
     assert [line["skipped"] for line in lines] == ["failed: RuntimeError: out of memory"] * 2
-
-
-def test_time_is_granted_only_while_there_is_enough():
-    now = [0.0]
-    clock = gpu.Clock(100.0, now=lambda: now[0])
-    granted = []
-    for now[0] in (40.0, 75.0, 85.0, 120.0):
-        granted.append(clock.grant(30.0, 20.0))
-    assert granted == [30.0, 25.0, None, None]
-
-
-def test_bytes_are_those_of_every_step_and_every_position_before_it():
-    load = Load(rollouts=4, group=2, prompt=20, tokens=3)
-    weights, each = 1000, 7
-    slow = 0
-    for length in (3, 3, 1, 2):
-        for drawn in range(1, length):
-            slow += (load.prompt + drawn) * each
-    assert bytes_read([3, 3, 1, 2], load, weights, each, shared=False) == 3 * weights + slow
-    saved = 16 * each * ((2 + 2) - 2 + (0 + 1) - 1)
-    assert bytes_read([3, 3, 1, 2], load, weights, each, shared=True) == 3 * weights + slow - saved
-
-
-def test_models_are_the_same_every_time_and_share_their_two_largest_matrices():
-    one, two = (make_model(TINY["tiny"], torch.device("cpu")) for _ in range(2))
-    for ours, theirs in zip(one.parameters(), two.parameters(), strict=True):
-        assert torch.equal(ours, theirs)
-    assert one.get_input_embeddings().weight is one.get_output_embeddings().weight

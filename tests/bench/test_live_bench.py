@@ -5,20 +5,16 @@ run's answers.
 import json
 import math
 import random
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from bench.live import __main__ as cost
 from bench.live import scale
 from bench.live.clients import Clients, Done, PageClient
-from bench.live.intervals import NONE, differences, interval, percent_less
+from bench.live.intervals import NONE
 from bench.live.large import write
-from bench.live.windows import said_line
 
 
 def windows(slower: float, noise: float, count: int, pieces: int = 1) -> Iterator[dict[str, Any]]:
@@ -44,39 +40,6 @@ def windows(slower: float, noise: float, count: int, pieces: int = 1) -> Iterato
 
 def rate(window: Any) -> float:
     return float(window["steps_per_s"])
-
-
-def test_an_interval_holds_the_mean_and_narrows_with_more_windows() -> None:
-    mean, low, high = interval([0.01, -0.01, 0.02])
-    assert low < mean < high and mean == pytest.approx(0.02 / 3)
-    assert interval([0.01])[1:] == (-math.inf, math.inf)
-    wide, narrow = interval([0.0, 0.1] * 3), interval([0.0, 0.1] * 30)
-    assert narrow[2] - narrow[1] < (wide[2] - wide[1]) / 2
-
-
-def test_windows_beside_each_other_tell_what_a_page_takes_of_a_run_that_drifts() -> None:
-    found = differences(list(windows(0.05, 0.0, 41)), "one page", rate)
-    assert len(found) == 20 and percent_less(found) == pytest.approx((5.0, 5.0, 5.0), abs=1e-3)
-    less, low, high = percent_less(
-        differences(list(windows(0.02, 0.03, 61, pieces=6)), "one page", rate)
-    )
-    assert low < 2.0 < high and low < less < high and high - low < 2.0
-    _, low, high = percent_less(differences(list(windows(0.02, 0.03, 61, pieces=6)), NONE, rate))
-    assert low < 0.0 < high, "windows without a page differ by chance alone"
-
-
-def test_windows_that_others_disturbed_and_the_ends_of_pieces_do_not_count(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    made = list(windows(0.02, 0.0, 9, pieces=2))
-    assert len(differences(made, "one page", rate)) == 8
-    made[0]["foreign"] = 50.0
-    made[2]["steps_per_s"] = 0.0
-    cost.tell(made)
-    told = capsys.readouterr().out
-    assert (
-        "16 windows" in told and "one page" in told and "2.00" in told and "2 of 18 windows" in told
-    )
 
 
 def test_a_page_without_a_browser_asks_for_what_the_scripts_ask(tmp_path: Path) -> None:
@@ -111,20 +74,3 @@ def test_answers_about_a_large_run_are_bounded(tmp_path: Path) -> None:
     assert (
         sizes["twelve series"] < 400_000 and max(sizes["rollouts"], sizes["one rollout"]) < 100_000
     )
-
-
-@pytest.mark.parametrize(
-    ("says", "found"), [("print('half', end=''); time.sleep(600)", "half"), ("pass", "")]
-)
-def test_who_says_no_line_in_time_is_ended_and_named(says: str, found: str) -> None:
-    silent = subprocess.Popen(
-        [sys.executable, "-uc", f"import time; {says}"], stdout=subprocess.PIPE, text=True
-    )
-    with (
-        silent,
-        pytest.raises(
-            RuntimeError, match=f"the silent one said nothing within 3 s, .* found '{found}'"
-        ),
-    ):
-        said_line(silent, "the silent one", 3.0)
-    assert silent.wait(10) is not None

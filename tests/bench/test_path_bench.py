@@ -1,6 +1,6 @@
 """What bench.path takes for the group that it follows, and what not."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 import pyarrow as pa
@@ -34,12 +34,6 @@ def holder(monkeypatch: pytest.MonkeyPatch) -> Holder:
 @dataclass(frozen=True)
 class Rows:
     records: object
-
-
-@dataclass
-class Owner:
-    now: object = None
-    queue: list[object] = field(default_factory=list)
 
 
 def rollouts(group: int) -> pa.RecordBatch:
@@ -84,25 +78,3 @@ def test_what_belongs_to_another_group_is_not(holder: Holder) -> None:
     ):
         assert not holder.has(value), value
     assert not holder.has(7, "step")
-
-
-def test_what_holds_it_counts_and_who_owns_a_queue_of_it_does_not(holder: Holder) -> None:
-    assert holder.has(Rows(rollouts(7)))
-    assert holder.has(Owner(now=Rows(rollouts(7))))
-    assert {kind.__name__ for kind in holder.classes} == {"Rows", "Owner"}
-    assert not holder.has(Owner(queue=[Rows(rollouts(7))]))
-    assert not holder.has(Owner(now=Owner(now=Rows(rollouts(7)))))
-
-
-def test_a_text_that_is_learned_while_another_thread_looks_disturbs_nobody(holder: Holder) -> None:
-    marks = holder._marks
-
-    class Meanwhile(str):
-        """Between two looks into it, the group's next text is learned."""
-
-        def __contains__(self, text: object) -> bool:
-            marks.learn(pa.table({"completion": [f"next {len(marks._texts)}"]}))
-            return super().__contains__(str(text))
-
-    assert not marks.in_text(Meanwhile("nothing of the group"))
-    assert marks.in_text(f"it says: next {len(PROMPTS) + 1}")

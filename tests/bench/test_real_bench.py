@@ -2,21 +2,14 @@
 do not mix.
 """
 
-import itertools
 import json
-import math
-from types import SimpleNamespace
 
 import pytest
-import torch
 
 from bench.real import __main__ as real
 from bench.real import parity as parity_of
 from bench.real import runs
-from bench.real.forgetting import kl_of, perplexity, windows
-from bench.real.parity import error, figures, learnt, mean
 from bench.real.task import task_of
-from graphs import arithmetic
 
 ROWS = [{"prompt": f"{n}+1=", "answer": str(n + 1)} for n in range(10)]
 
@@ -42,49 +35,6 @@ def given(tmp_path):
     """A command line over a tiny task."""
     flags = ["--no-chat", "--prompts-per-step", "4", "--group-size", "2", "--questions", "10"]
     return [*flags, "--json", str(tmp_path / "lines.jsonl")]
-
-
-def test_errors_are_those_of_the_mean_over_the_seeds_and_differences_are_within_a_seed():
-    lines = [
-        line("aipo-0", 0, 0.5),
-        line("aipo-0", 1, 0.6),
-        line("aipo-0", 2, 0.7),
-        line("aipo-8", 0, 0.4),
-        line("aipo-8", 1, 0.6),
-        line("aipo-8", 2, 0.8),
-        {"case": "parity", "system": "aipo-8", "seed": 3, "failed": "exit status 1"},
-    ]
-    synchronous, stale = learnt(lines)
-    assert synchronous["accuracy"] == pytest.approx(0.6) and synchronous["difference"] is None
-    assert synchronous["error"] == pytest.approx(0.1 / math.sqrt(3))
-    assert stale["runs"] == 3 and stale["error"] == pytest.approx(0.2 / math.sqrt(3))
-    assert stale["difference"] == pytest.approx(0.0, abs=1e-12)
-    assert stale["its error"] == pytest.approx(0.1 / math.sqrt(3))
-    assert mean([], "accuracy") is None and error(lines[:1], "accuracy") is None
-
-
-def test_late_staleness_and_the_share_of_capped_weights_are_of_the_trained_steps():
-    steps = [
-        {
-            "node": "trainer",
-            "step": number,
-            "rollouts": 8,
-            "dropped": {},
-            "staleness_mean": number - 1.0,
-            "staleness_max": number - 1,
-            "truncated_share": 0.1 * number,
-            "kl": None if number == 1 else 0.5,
-        }
-        for number in range(1, 5)
-    ]
-    rounds = [{"step": 0, "eval_accuracy": 0.1}, {"step": 4, "eval_accuracy": 0.3}]
-    found = figures(task_of(real.parsed([])), [*steps, *rounds], prompts=4)
-    assert (found["staleness"], found["staleness_late"], found["staleness_most"]) == (1.5, 2.5, 3)
-    assert (
-        found["clipped"] == pytest.approx(0.25)
-        and found["kl"] == 0.5
-        and found["rollouts"] == 4 * 8
-    )
 
 
 def test_every_arm_is_a_graph_that_can_run_and_differs_in_staleness_and_loss_alone(policy, given):
@@ -126,50 +76,6 @@ def test_finished_runs_are_not_made_again_failed_ones_are_and_other_settings_are
     with pytest.raises(SystemExit, match="give another --json FILE"):
         real.main([*common, "--lr", "1e-3"])
     assert runs.finished(path, "parity", lines[0]["setting"]), "a refusal leaves the file as it is"
-
-
-def test_the_bench_trains_as_the_graph_does_and_holds_out_each_question_once():
-    task = task_of(real.parsed([]))
-    ours = task.graph("bench", task.prompts(task.train), max_staleness=4).operators
-    theirs = arithmetic.build().operators
-    assert ours["generator"].knobs() == theirs["generator"].knobs()
-    assert ours["trainer"].knobs() == theirs["trainer"].knobs() | {"recover_within_s": math.inf}
-    asked = [row["prompt"] for row in task.held_out]
-    assert len(set(asked)) == len(asked) == 512 and not set(asked) & {
-        row["prompt"] for row in task.train
-    }
-
-
-class Uniform:
-    """A model that finds every one of four tokens as likely, or the first of them certain."""
-
-    def __init__(self, certain=False):
-        self.certain = certain
-
-    def __call__(self, input_ids, use_cache):
-        logits = torch.zeros(*input_ids.shape, 4)
-        logits[..., 0] = 50.0 * self.certain
-        return SimpleNamespace(logits=logits)
-
-
-def test_perplexity_is_of_the_scored_tokens_and_kl_of_the_whole_vocabulary():
-    texts = [([1, 2, 3], 1), ([0, 1, 2, 3, 0], 3)]
-    assert perplexity(Uniform(), iter(texts)) == pytest.approx(4.0)
-    kl, places = kl_of(Uniform(certain=True), Uniform(), texts)
-    assert kl == pytest.approx(math.log(4)) and places == 2 + 2
-    assert kl_of(Uniform(), Uniform(), texts)[0] == 0.0
-
-
-def test_a_text_is_scored_whole_but_for_the_first_token_of_each_window():
-    words = SimpleNamespace(encode=lambda text, add_special_tokens: list(range(len(text.split()))))
-    pieces = list(windows(words, "word " * 1200))
-    assert sum(len(ids) - given for ids, given in pieces) == 1199
-    assert all(later[0] == earlier[-1] for (earlier, _), (later, _) in itertools.pairwise(pieces))
-
-
-def test_runs_that_no_part_has_are_refused_by_name(given):
-    with pytest.raises(SystemExit, match="--only aipo-2 is no run of this part"):
-        real.main(["--parity", *given, "--only", "aipo-2"])
 
 
 @pytest.mark.slow

@@ -190,35 +190,6 @@ def test_doctor_and_page_name_the_node_that_bounds_a_run_over_hosts(
     assert Looks(run.folder, ask_for_facts).look()["bottleneck"] == bound, "from its folder alone"
 
 
-@pytest.fixture
-def talks(start: Start, policy: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Under]:
-    """Starts a run whose episodes are on a host of their own, h1, with others for generator and
-    trainer.
-    """
-    monkeypatch.setenv("POLICY", str(policy))
-    place = ("--place", "talk=h1,generator=h2,trainer=h3", "--quiet")
-    return lambda *flags: start(
-        *place, *flags, command=(str(PROGRAM.with_name("local_episodes.py")),)
-    )
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(240)
-def test_episodes_take_turns_with_a_generator_on_another_host(talks: Callable[..., Under]) -> None:
-    run = talks("--on", "local:3")
-    assert run.process.wait(200) == 0, run.said()
-    run.is_clean()
-    assert run.steps() == 8
-    config = json.loads((run.folder.path / "config.json").read_text())
-    assert config["hosts"]["talk"] == ["h1"] and config["hosts"]["generator"] == ["h2"]
-    turns = [
-        row
-        for step in range(1, 9)
-        for row in run.folder.rollouts_of().read(step).column("turn").to_pylist()
-    ]
-    assert {max(each) for each in turns} == {2}
-
-
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("host", ["h1", "h3"])
@@ -234,25 +205,6 @@ def test_replicas_of_an_episode_on_two_hosts_go_on_when_one_of_them_or_the_gener
     assert config["hosts"]["talk"] == ["h1", "h2"]
     os.kill(run.agents()[host], signal.SIGKILL)
     lost = {"h1": "talk-0", "h3": "generator-0"}[host]
-    wait_until(
-        lambda: any(fault["worker"] == lost for fault in run.faults()), 30.0, "the loss of the host"
-    )
-    run.further(6)
-    ask(run, "stop")
-    run.process.wait(60)
-    run.is_clean()
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(300)
-@pytest.mark.parametrize("host", ["h1", "h2"])
-def test_episodes_go_on_when_their_host_or_that_of_the_generator_is_lost(
-    host: str, talks: Callable[..., Under]
-) -> None:
-    run = talks("--on", "local:4", "--size", "0")
-    run.further()
-    os.kill(run.agents()[host], signal.SIGKILL)
-    lost = {"h1": "talk-0", "h2": "generator-0"}[host]
     wait_until(
         lambda: any(fault["worker"] == lost for fault in run.faults()), 30.0, "the loss of the host"
     )
@@ -431,18 +383,6 @@ def test_control_c_reaches_the_scheduler_alone_and_ends_the_run_in_order(start: 
     assert run.process.returncode == 0, run.said()
     run.is_clean()
     assert run.folder.read_json("times.json")["outcome"] == "stopped"
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(300)
-def test_sigterm_to_all_processes_on_all_hosts_ends_the_run_in_order(start: Start) -> None:
-    run = start("--on", "local:2", "--place", PLACE, "--size", "0", "--seconds", "0.02")
-    run.further()
-    for pid in (run.process.pid, *descendants(run.process.pid)):
-        os.kill(pid, signal.SIGTERM)
-    assert run.process.wait(60) == 0, run.said()
-    run.is_clean()
-    assert run.folder.read_json("times.json")["outcome"] == "stopped" and run.faults() == []
 
 
 @pytest.mark.slow

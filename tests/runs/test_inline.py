@@ -241,7 +241,7 @@ def test_an_inline_run_that_cannot_go_on_says_so_instead_of_waiting_for_ever(
         run(graph, on=inline(), runs=tmp_path, quiet=True, limits=Limits(stall_s=0.05))
 
 
-@pytest.mark.parametrize("max_staleness", [0, 1, 4])
+@pytest.mark.parametrize("max_staleness", [0, pytest.param(1, marks=pytest.mark.slow), 4])
 def test_a_run_ends_whatever_the_bound_and_however_small_the_generator(
     max_staleness: int, policy: Path, tmp_path: Path
 ) -> None:
@@ -286,7 +286,7 @@ def test_what_cannot_be_closed_leaves_nothing_else_open(
     assert made and not {id(each) for each in made} - {id(each) for each in closed}
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_ends_an_inline_run_with_the_step_under_way(number: int, tmp_path: Path) -> None:
     before, raised = signal.signal(signal.SIGHUP, signal.SIG_DFL), list[int]()
 

@@ -10,7 +10,6 @@ import pytest
 from rigs.graphs import reward, tiny_graph, words
 
 from dataflow import Array, Result, inline, keep, run, scorer, verify
-from dataflow.errors import OperatorError
 from dataflow.folder.ledger import Ledger
 from dataflow.folder.run_folder import RunFolder
 
@@ -65,6 +64,7 @@ def one_of_seven(group_id: Array) -> bool:
     return bool(group_id[0] % 7 == 0)
 
 
+@pytest.mark.slow
 def test_a_filter_that_drops_nearly_all_does_not_stop_the_run(
     policy: Path, runs: Callable[..., Result]
 ) -> None:
@@ -91,21 +91,6 @@ def test_a_source_that_ends_is_used_up_whatever_is_dropped(
     assert "7 two_of_three" in result.verdict.line and "1 too few for a step" in result.verdict.line
 
 
-def test_a_filter_that_drops_everything_ends_the_run_and_is_named(
-    policy: Path, tmp_path: Path
-) -> None:
-    @keep(isolate=False)
-    def never(reward: Array) -> bool:
-        return False
-
-    with pytest.raises(
-        OperatorError,
-        match=r"dropped \d+ groups in a row and trained none; found \{'never': \d+\}.*"
-        r"loosen the filter 'never'",
-    ):
-        run(tiny_graph(policy, scorers=(reward, never)), on=inline(), runs=tmp_path, quiet=True)
-
-
 def test_groups_of_a_filter_that_raises_are_dropped_as_failed(policy: Path, tmp_path: Path) -> None:
     @keep(isolate=False)
     def picky(group_id: Array) -> bool:
@@ -119,6 +104,7 @@ def test_groups_of_a_filter_that_raises_are_dropped_as_failed(policy: Path, tmp_
     assert result.verdict.clean
 
 
+@pytest.mark.slow
 def test_a_trainer_that_starts_again_finds_the_drops_of_its_filters(
     policy: Path, tmp_path: Path
 ) -> None:

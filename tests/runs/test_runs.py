@@ -24,7 +24,7 @@ pytestmark = [pytest.mark.usefixtures("one_core"), pytest.mark.timeout(180)]
 Runner = Callable[..., Result]
 
 
-@pytest.fixture(params=["processes", pytest.param("inline", marks=pytest.mark.slow)])
+@pytest.fixture(params=[pytest.param("processes", marks=pytest.mark.slow), "inline"])
 def runs(request: pytest.FixtureRequest, tmp_path: Path, light: None) -> Runner:
     """`run`, in processes and inline, into a folder of the test."""
     on = inline() if request.param == "inline" else None
@@ -269,7 +269,9 @@ def test_a_synchronous_run_in_processes_trains_only_what_its_own_weights_made(
         assert set(pc.unique(versions).to_pylist()) == {-1, step - 1}
 
 
-@pytest.mark.parametrize("on", [None, inline()], ids=["processes", "inline"])
+@pytest.mark.parametrize(
+    "on", [pytest.param(None, marks=pytest.mark.slow), inline()], ids=["processes", "inline"]
+)
 def test_a_run_ends_with_its_prompts_and_a_last_evaluation(
     on: Any, policy: Path, machine: None, tmp_path: Path
 ) -> None:

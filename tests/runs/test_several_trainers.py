@@ -245,6 +245,7 @@ def test_one_trainer_keeps_what_it_makes_where_it_always_did(light: None, tmp_pa
     assert dataclasses.asdict(folder.checkpoints)["path"] == folder.path / "checkpoints"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "is_behind",
     [pytest.param(False, marks=pytest.mark.slow), True],

@@ -232,10 +232,3 @@ class Bulky(Tracker):
         while data:
             data = data[os.write(self._file, data) :]
         self._kept["size"] = os.lseek(self._file, 0, os.SEEK_CUR)
-
-
-class Endless(Steps):
-    """Never comes to its end."""
-
-    def finish(self, outcome: str) -> None:
-        threading.Event().wait()

@@ -357,6 +357,7 @@ def test_a_program_may_name_the_ids_at_which_a_turn_ends_anyway_and_no_others(ch
 # Whole runs
 
 
+@pytest.mark.slow
 def test_a_run_of_agents_trains_every_group_once_and_none_beyond_the_bound(
     chatty: Path, tmp_path: Path
 ) -> None:
@@ -374,6 +375,7 @@ def test_a_run_of_agents_trains_every_group_once_and_none_beyond_the_bound(
 SLOW = pytest.mark.slow
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "victim", ["talker", pytest.param("generator", marks=SLOW), pytest.param("trainer", marks=SLOW)]
 )

@@ -95,6 +95,7 @@ FAILS = {
 }
 
 
+@pytest.mark.slow
 def test_environments_that_fail_are_errors_of_their_rollouts_and_no_reward(
     policy: Path, folder: Path
 ) -> None:
@@ -153,6 +154,7 @@ def served() -> Iterator[Served]:
         yield found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "victim", ["reward", "generator", pytest.param("trainer", marks=pytest.mark.slow)]
 )

@@ -64,6 +64,7 @@ def test_replicas_of_an_episode_share_its_prompts_and_each_hears_its_own_turns(
     nothing_is_left(result)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("victim", ["talk", pytest.param("generator", marks=pytest.mark.slow)])
 def test_a_run_whose_replica_of_an_episode_or_whose_generator_is_killed_goes_on_and_is_clean(
     victim: str, policy: Path, tmp_path: Path

@@ -322,6 +322,7 @@ async def crowded(chat: Any) -> float:
     return float(cuts)
 
 
+@pytest.mark.slow
 def test_an_episode_whose_context_is_full_goes_on_with_what_it_keeps(policy: Path) -> None:
     g = Graph("crowded")
     generator = Generator(Model(str(policy)).frozen(), group_size=1, max_tokens=12, slots=8)
@@ -383,6 +384,7 @@ def test_agents_and_branches_of_an_episode_are_trained_to_the_id_each_behind_wha
         ) == pytest.approx(0.0)
 
 
+@pytest.mark.slow
 def test_a_run_of_episodes_with_several_conversations_is_clean(
     policy: Path, tmp_path: Path
 ) -> None:
@@ -427,6 +429,7 @@ def test_an_episode_that_fills_the_context_is_over(policy: Path) -> None:
 # Whole runs
 
 
+@pytest.mark.slow
 def test_inline_runs_with_one_seed_are_equal_wherever_the_world_runs(
     policy: Path, tmp_path: Path
 ) -> None:
@@ -461,6 +464,7 @@ def length(completion: str) -> float:
     return float(len(completion))
 
 
+@pytest.mark.slow
 def test_replicas_of_a_generator_answer_turns_beside_plain_prompts_until_these_end(
     policy: Path, tmp_path: Path
 ) -> None:
@@ -568,6 +572,7 @@ def test_an_episode_whose_world_fails_is_tried_again(policy: Path, tmp_path: Pat
 # Workers that die
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "victim", ["talk", "generator", pytest.param("trainer", marks=pytest.mark.slow)]
 )

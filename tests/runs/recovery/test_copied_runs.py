@@ -84,6 +84,7 @@ def test_a_host_that_never_saw_the_folder_goes_on_from_the_address_as_the_run_wo
     assert verify(done.folder).clean
 
 
+@pytest.mark.slow
 def test_steps_after_the_copied_checkpoint_are_taken_back_and_none_is_trained_twice(
     policy: Path, tmp_path: Path
 ) -> None:
@@ -122,6 +123,7 @@ def test_steps_after_the_copied_checkpoint_are_taken_back_and_none_is_trained_tw
         assert ledger.counts("trainer").missing == 0
 
 
+@pytest.mark.slow
 def test_who_was_replaced_at_the_address_goes_on_neither_in_its_folder_nor_in_its_run(
     policy: Path, tmp_path: Path
 ) -> None:
@@ -236,6 +238,7 @@ def test_an_address_that_does_not_answer_is_refused_in_time(
             )
 
 
+@pytest.mark.slow
 def test_a_folder_that_is_there_is_not_overwritten_and_an_address_without_a_run_is_refused(
     policy: Path, tmp_path: Path
 ) -> None:
@@ -260,6 +263,7 @@ def test_a_folder_that_is_there_is_not_overwritten_and_an_address_without_a_run_
     assert bring_back(str(there / "other-1"), tmp_path / "two").path.name == "other-1"
 
 
+@pytest.mark.slow
 def test_a_run_whose_address_fails_goes_on_and_a_resume_copies_what_is_missing(
     policy: Path,
     tmp_path: Path,
@@ -288,6 +292,7 @@ def test_a_run_whose_address_fails_goes_on_and_a_resume_copies_what_is_missing(
     assert store_of(done.folder).whole() == [4, 5]
 
 
+@pytest.mark.slow
 def test_resume_from_starts_the_program_in_a_folder_of_its_own_and_trusts_no_stranger(
     policy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -204,6 +204,7 @@ def judge(
     assert not wrong, f"{len(wrong)} of {len(numbers)}, {clean} clean:\n" + "\n".join(wrong)
 
 
+@pytest.mark.slow
 def test_a_folder_as_a_kill_left_it_is_clean_and_goes_on(killed: Killed, tmp_path: Path) -> None:
     folder = tmp_path / "left"
     shutil.copytree(killed.folder, folder)

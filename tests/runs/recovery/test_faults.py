@@ -5,7 +5,6 @@ culprit's name.
 import contextlib
 import dataclasses
 import json
-import math
 import os
 import signal
 import sys
@@ -38,7 +37,7 @@ from dataflow import (
     scorer,
     verify,
 )
-from dataflow.errors import DeadlineError, RecordError, WorkerDied
+from dataflow.errors import RecordError, WorkerDied
 from dataflow.folder.faults import FILE, STOPPED, restarts
 from dataflow.folder.ledger import Ledger
 from dataflow.folder.run_folder import RunFolder
@@ -131,9 +130,9 @@ def goes_on_to_its_end(graph: Graph, worker: str, cause: str, runs: Path, limits
 @pytest.mark.parametrize(
     ("name", "worker"),
     [
-        ("source", "prompts-0"),
+        pytest.param("source", "prompts-0", marks=pytest.mark.slow),
         ("generator", "generator-0"),
-        ("scorer", "judge-0"),
+        pytest.param("scorer", "judge-0", marks=pytest.mark.slow),
         ("trainer", "trainer-0"),
     ],
 )
@@ -181,15 +180,6 @@ def test_a_worker_that_is_killed_at_any_moment_of_the_start_is_started_again(
         f"seed {seed}: {worker} killed {at_s:.2f} s after the first fork, back after"
         f" {fault['recovered_s']} s"
     )
-
-
-@pytest.mark.slow
-def test_a_worker_that_stopped_answering_is_killed_and_started_again(
-    light: None, tmp_path: Path
-) -> None:
-    graph = victim("generator", signal.SIGSTOP, Once(tmp_path / "struck"))
-    limits = dataclasses.replace(QUICK, hang_s=3.0, stopped_s=math.inf)
-    goes_on_to_its_end(graph, "generator-0", "has not answered for", tmp_path / "runs", limits)
 
 
 def test_a_worker_that_somebody_stopped_is_let_go_on_as_it_was(light: None, tmp_path: Path) -> None:
@@ -243,21 +233,6 @@ def test_a_worker_that_is_stuck_in_one_slice_of_work_is_killed_and_started_again
     )
 
 
-@pytest.mark.slow
-def test_a_worker_that_fails_is_started_again(light: None, tmp_path: Path) -> None:
-    first = Once(tmp_path / "struck")
-
-    def trip() -> None:
-        if first():
-            raise OSError("the network is down")
-
-    generator = struck(FakeGenerator(model=MODEL), trip)
-    cause = "failed: 'generator' failed while working: OSError: the network is down"
-    goes_on_to_its_end(
-        fake_graph(generator=generator), "generator-0", cause, tmp_path / "runs", QUICK
-    )
-
-
 @pytest.mark.timeout(40)
 def test_a_worker_that_dies_again_and_again_is_named_among_many_that_go_on(
     light: None, tmp_path: Path
@@ -288,7 +263,7 @@ def test_a_killed_forkserver_takes_its_workers_along_and_ends_the_run(
     clean_as_far_as_it_came(tmp_path)
 
 
-@pytest.mark.parametrize("name", ["generator", "trainer"])
+@pytest.mark.parametrize("name", [pytest.param("generator", marks=pytest.mark.slow), "trainer"])
 def test_a_killed_worker_of_the_real_operators_leaves_no_process_and_no_memory(
     name: str, policy: Path, machine: None, tmp_path: Path
 ) -> None:
@@ -373,18 +348,6 @@ def test_a_model_that_is_not_there_is_named_before_anything_starts(
     assert not (tmp_path / "runs").exists()
 
 
-@pytest.mark.slow
-def test_a_worker_that_never_gets_ready_is_named_when_the_start_is_overdue(
-    light: None, tmp_path: Path
-) -> None:
-    generator = built_by(FakeGenerator(model=MODEL), lambda context: time.sleep(600))  # type: ignore[arg-type, return-value]
-    graph = fake_graph(generator=generator, trainer=FakeTrainer(model=MODEL))
-    with pytest.raises(
-        DeadlineError, match=r"waited 6 s for \['generator-0'\] to start; see their logs"
-    ):
-        run(graph, runs=tmp_path, quiet=True, limits=Limits(start_s=6.0, stop_s=0.5))
-
-
 # Scorers: what a call does wrong is a record of its rollout
 
 
@@ -438,7 +401,9 @@ def test_what_a_scorer_does_wrong_is_recorded_and_never_a_reward(
 
 
 @pytest.mark.parametrize("whom", ["its process", "the server of the processes"])
-@pytest.mark.parametrize("on", [None, inline()], ids=["processes", "inline"])
+@pytest.mark.parametrize(
+    "on", [pytest.param(None, marks=pytest.mark.slow), inline()], ids=["processes", "inline"]
+)
 def test_a_scorers_process_that_is_killed_from_outside_costs_no_row(
     whom: str, on: Any, light: None, tmp_path: Path
 ) -> None:
@@ -463,7 +428,7 @@ def test_a_scorers_process_that_is_killed_from_outside_costs_no_row(
         assert table.column("error").null_count == len(table)
 
 
-@pytest.mark.parametrize("kind", ["raise", "exit"])
+@pytest.mark.parametrize("kind", ["raise", pytest.param("exit", marks=pytest.mark.slow)])
 def test_a_scorer_that_always_fails_ends_the_run_with_its_reason(
     kind: str, policy: Path, machine: None, tmp_path: Path
 ) -> None:
@@ -513,6 +478,7 @@ def test_control_c_ends_the_step_writes_a_checkpoint_and_leaves_a_clean_folder(
     assert folder.latest_checkpoint() == folder.checkpoints.folder(steps)
 
 
+@pytest.mark.slow
 def test_a_second_control_c_ends_the_run_at_once(program: Callable[[str], Program]) -> None:
     running = program("deaf_trainer")
     under_way(running)
@@ -527,7 +493,9 @@ def test_a_second_control_c_ends_the_run_at_once(program: Callable[[str], Progra
     clean_as_far_as_it_came(running.runs)
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+@pytest.mark.parametrize(
+    "number", [signal.SIGTERM, pytest.param(signal.SIGHUP, marks=pytest.mark.slow)]
+)
 def test_a_signal_to_all_processes_of_a_run_ends_it_as_control_c_does(
     number: int, program: Callable[[str], Program]
 ) -> None:
@@ -544,7 +512,9 @@ def test_a_signal_to_all_processes_of_a_run_ends_it_as_control_c_does(
 
 
 @pytest.mark.parametrize("kind", ["late", "loading"])
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize(
+    "number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)]
+)
 def test_a_signal_while_workers_start_ends_the_run_and_waits_for_none_of_them(
     number: int, kind: str, program: Callable[[str], Program]
 ) -> None:

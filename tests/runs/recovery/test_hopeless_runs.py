@@ -179,6 +179,7 @@ except GraphError as error:
 """
 
 
+@pytest.mark.slow
 def test_what_keeps_a_run_from_starting_is_found_without_torch() -> None:
     done = subprocess.run(
         [sys.executable, "-c", _REFUSED], capture_output=True, text=True, timeout=60

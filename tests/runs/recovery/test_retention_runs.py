@@ -83,6 +83,7 @@ def test_a_run_that_keeps_little_ends_with_its_last_steps_and_a_clean_ledger_and
     assert steps_there(whole.folder) == list(range(1, 10))
 
 
+@pytest.mark.slow
 def test_a_killed_run_has_all_that_its_catching_up_needs(
     policy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

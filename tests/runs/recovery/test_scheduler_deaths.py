@@ -115,6 +115,7 @@ def test_a_standby_takes_over_by_itself_as_often_as_a_scheduler_dies(program: St
     assert log.exists()
 
 
+@pytest.mark.slow
 def test_a_run_whose_program_is_gone_ends_in_order_when_it_is_told_to(program: Start) -> None:
     first = program("endless", standby=True)
     under_way(first)
@@ -181,6 +182,7 @@ def test_no_process_outlives_a_killed_scheduler_in_whose_place_none_comes(progra
     is_clean(running)
 
 
+@pytest.mark.slow
 def test_workers_whose_scheduler_dies_before_they_began_end_with_it(program: Start) -> None:
     running = program("late", standby=True)
     wait_until((running.folder / "building").exists, 60.0, "the generator's start")
@@ -189,6 +191,7 @@ def test_workers_whose_scheduler_dies_before_they_began_end_with_it(program: Sta
     ended(running, family, 5.0)
 
 
+@pytest.mark.slow
 def test_workers_that_would_wait_for_nobody_are_patient_with_a_scheduler_that_lives(
     program: Start,
 ) -> None:

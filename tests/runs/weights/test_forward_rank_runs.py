@@ -30,6 +30,7 @@ def with_reference(
     return -(advantage * (new_logprobs - logprobs).exp()) + kl * (ratio.exp() - ratio - 1)
 
 
+@pytest.mark.slow
 def test_a_frozen_reference_may_have_two_replicas_of_two_ranks(
     policy: Path, tmp_path: Path, machine: None
 ) -> None:

@@ -92,6 +92,7 @@ def test_a_reference_stays_while_the_policy_learns(runs: Runner, policy: Path) -
     assert told[0] == pytest.approx(0, abs=1e-5) and told[-1] > 1e-5
 
 
+@pytest.mark.slow
 def test_a_reference_may_run_as_two_replicas(policy: Path, tmp_path: Path, machine: None) -> None:
     g, model, generator, rollouts = start(policy)
     reference, trainer = Logprobs(model.frozen()), trainer_of(model, with_reference)
@@ -107,6 +108,7 @@ def test_a_reference_may_run_as_two_replicas(policy: Path, tmp_path: Path, machi
     }
 
 
+@pytest.mark.slow
 def test_a_proximal_policy_without_staleness_is_the_one_that_generated(
     runs: Runner, policy: Path
 ) -> None:
@@ -205,6 +207,7 @@ def values_of(module: Any, row: dict[str, Any]) -> list[float]:
     return [numbers[at - 1] if chosen else 0.0 for at, chosen in enumerate(row["mask"])]
 
 
+@pytest.mark.slow
 def test_a_critic_that_skips_a_step_which_the_policy_made_holds_nobody_up(
     policy: Path, judge: Path, tmp_path: Path
 ) -> None:
@@ -224,6 +227,7 @@ def test_a_critic_that_skips_a_step_which_the_policy_made_holds_nobody_up(
     assert {"non-finite": 4} in dropped
 
 
+@pytest.mark.slow
 def test_a_critic_may_make_more_steps_than_the_policy(
     policy: Path, judge: Path, tmp_path: Path
 ) -> None:

@@ -33,7 +33,10 @@ def sent(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, str]]:
     return found
 
 
-@pytest.mark.parametrize("weights", ["int8", "int8_dynamic", "fp8"])
+@pytest.mark.parametrize(
+    "weights",
+    ["int8", *(pytest.param(each, marks=pytest.mark.slow) for each in ("int8_dynamic", "fp8"))],
+)
 def test_a_run_is_the_same_bit_for_bit_whoever_quantises(
     policy: Path,
     tmp_path: Path,
@@ -90,6 +93,7 @@ def test_weights_travel_narrow_where_all_readers_want_the_same(
     assert quantized_format(g, "trainer") == format_
 
 
+@pytest.mark.slow
 def test_a_generator_in_bfloat16_takes_the_versions_of_a_trainer_in_float32(
     policy: Path, tmp_path: Path, sent: list[dict[str, str]]
 ) -> None:

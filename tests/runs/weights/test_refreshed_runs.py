@@ -109,7 +109,7 @@ def check_rows(result: Result, modules: Mapping[int, Any], every: int) -> None:
             )
 
 
-@pytest.mark.parametrize("on", ["inline", "processes"])
+@pytest.mark.parametrize("on", ["inline", pytest.param("processes", marks=pytest.mark.slow)])
 def test_steps_are_read_with_the_weights_of_the_last_nth_step(
     on: str, policy: Path, tmp_path: Path, machine: None
 ) -> None:
@@ -132,6 +132,7 @@ def test_a_teacher_reads_with_the_moving_average(
     check_rows(result, {step: averaged(result, policy, step, 0.5) for step in range(4)}, every=1)
 
 
+@pytest.mark.slow
 def test_a_reference_begins_with_its_own_model(policy: Path, tmp_path: Path, machine: None) -> None:
     """Which may be another than the one that is trained."""
     torch.set_num_threads(1)
@@ -165,6 +166,7 @@ def outcome(result: Result) -> list[Any]:
 KINDS = [{"every": 2}, {"every": 1, "decay": 0.5}, {"every": 2, "decay": 0.5}]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "kind", [*(pytest.param(kind, marks=pytest.mark.slow) for kind in KINDS[:2]), KINDS[2]], ids=str
 )
@@ -225,6 +227,7 @@ def test_who_is_killed_between_two_versions_has_the_same_version_again(
         np.testing.assert_allclose(ours, theirs, atol=1e-4)
 
 
+@pytest.mark.slow
 def test_an_asynchronous_run_says_which_version_it_read_with(
     policy: Path, tmp_path: Path, machine: None
 ) -> None:
@@ -255,6 +258,7 @@ def test_each_rank_of_a_trainer_averages_what_it_holds(
     check_rows(result, {step: averaged(result, policy, step, 0.5) for step in (0, 2)}, every=2)
 
 
+@pytest.mark.slow
 def test_adapters_refresh_a_reference_that_has_them(policy: Path, tmp_path: Path) -> None:
     torch.set_num_threads(1)
     g, model = Graph("adapted"), Model(str(policy), name="policy", lora=LoRA(rank=4))

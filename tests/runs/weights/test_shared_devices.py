@@ -144,6 +144,7 @@ def test_references_take_their_turns_with_generator_and_trainer(
     )
 
 
+@pytest.mark.slow
 def test_with_staleness_a_turn_is_of_several_steps(
     policy: Path, machine: None, tmp_path: Path
 ) -> None:
@@ -188,6 +189,7 @@ def test_a_generator_that_nobody_feeds_ends_its_turn_when_what_it_made_is_waited
     assert shared_tokens == tokens and shared_numbers == numbers
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "number"),
     [
