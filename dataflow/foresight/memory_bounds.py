@@ -6,6 +6,12 @@ hold the model together, training takes B * train_s(b) * m / n seconds at a micr
 samples, and generation B * generate_s(b) * m / n, neither slower for a larger b. Synchronous: both
 have all devices in turn, the same m, and one memory bound. Asynchronous: each has devices and a
 bound of its own.
+
+An asynchronous step is never longer: give both sides m, b and c of the best synchronous placement.
+They fit, as each bound has lost terms and gained none. With the share t / (t + g) of the devices
+for training (t, g: seconds of a device for a sample) both sides take the synchronous time. Where
+the shared bound kept b or c small, one may now grow. The share has to be any number: with whole
+copies of the model, two devices whose trainer takes 95% of the time are better used in turn.
 """
 
 from __future__ import annotations
