@@ -21,11 +21,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dataflow.draw import DeviceFrame, draw, mimebundle, render_svg, reward_curve_svg
-from dataflow.draw.geometry import BackEdge, DrawnLayout, ForwardEdge, Rect, Size
-from dataflow.draw.labels import sans_width
-from dataflow.draw.layout import acyclic, arrange, crossings, layers_of, order
-from dataflow.draw.levels import spread
-from dataflow.draw.picture import KNOBS_SHOWN, column_lines, knob_text, read, shorten
+from dataflow.draw.geometry import BackEdge, ForwardEdge, Rect, Size
+from dataflow.draw.layout import arrange
+from dataflow.draw.picture import read
 from dataflow.draw.svg import frame_pieces
 from dataflow.draw.timeline import timeline_svg
 from dataflow.errors import GraphError
@@ -210,19 +208,6 @@ def on_border(rect: Rect, point: tuple[float, float]) -> bool:
     return rect.left < point[0] < rect.right and point[1] in (rect.top, rect.bottom)
 
 
-def chain_layout() -> DrawnLayout:
-    size = Size(width=80, height=40)
-    names = ["a", "b", "c", "d"]
-    links = [ForwardEdge(tail=tail, head=head) for tail, head in itertools.pairwise(names)]
-    return arrange(dict.fromkeys(names, size), links, [BackEdge(tail="d", head="b")])
-
-
-def test_a_chain_is_one_straight_line() -> None:
-    layout = chain_layout()
-    assert {box.middle for box in layout.boxes.values()} == {0.0}
-    assert {y for points in layout.links for _, y in points} == {0.0}
-
-
 def test_parallel_back_edges_keep_apart() -> None:
     size = Size(width=80, height=40)
     names = ["a", "b", "c", "d"]
@@ -234,38 +219,6 @@ def test_parallel_back_edges_keep_apart() -> None:
     ]
     layout = arrange(dict.fromkeys(names, size), links, backs)
     assert len({(route.label[1]) for route in layout.backs}) == 3
-
-
-def test_a_cycle_and_a_loop_are_left_out_of_the_layers() -> None:
-    kept = acyclic(["a", "b", "c"], [("a", "b"), ("b", "c"), ("c", "a"), ("b", "b")])
-    assert kept == [("a", "b"), ("b", "c")]
-
-
-def test_a_late_source_stands_beside_its_reader() -> None:
-    assert layers_of(["a", "b", "c", "late"], [("a", "b"), ("b", "c"), ("late", "c")])["late"] == 1
-
-
-def test_the_order_undoes_crossings_that_can_be_undone() -> None:
-    after = [[5], [4], [3], [], [], []]
-    before = [[], [], [], [2], [1], [0]]
-    rows = [[0, 1, 2], [3, 4, 5]]
-    assert crossings(rows, after) == 3
-    assert crossings(order(rows, before, after), after) == 0
-
-
-@given(
-    st.lists(st.tuples(st.floats(-1e3, 1e3), st.floats(0.1, 9)), min_size=1, max_size=20),
-    st.floats(0, 50),
-)
-def test_spread_keeps_the_distance_and_moves_nothing_that_has_room(
-    wanted: list[tuple[float, float]], step: float
-) -> None:
-    values = [value for value, _ in wanted]
-    steps = [0.0] + [step] * (len(values) - 1)
-    placed = spread(values, [weight for _, weight in wanted], steps)
-    assert all(b - a >= step - 1e-6 for a, b in itertools.pairwise(placed))
-    if all(b - a > step for a, b in itertools.pairwise(values)):
-        assert placed == pytest.approx(values)
 
 
 def test_a_frame_in_two_places_holds_no_foreign_box() -> None:
@@ -356,73 +309,8 @@ def test_frames_say_their_hosts_on_a_line_of_their_own_and_those_of_one_place_ha
     assert "hosts a and b" in draw(graph, tmp_path / "g.html", frames).read_text()
 
 
-def test_a_frame_is_as_wide_as_its_label() -> None:
-    graph = nx.MultiDiGraph()
-    nodes(graph, Score(name="s"))
-    label = "a label much wider than the box s"
-    for frame in (DeviceFrame(label, ("s",)), DeviceFrame("s", ("s",), label)):
-        rect = next(ElementTree.fromstring(render_svg(graph, [frame])).iter(f"{SVG}g")).find(
-            f"{SVG}rect"
-        )
-        assert rect is not None and float(rect.get("width", "0")) >= sans_width(label, 10)
-
-
-def test_every_style_rule_is_bound_to_the_class_of_the_picture() -> None:
-    style = (
-        next(ElementTree.fromstring(render_svg(aipo_with_evaluation())).iter(f"{SVG}style")).text
-        or ""
-    )
-    light, _, dark = style.partition("@media (prefers-color-scheme:dark){")
-    selectors = re.findall(r"([^{}]+)\{[^{}]*\}", light + dark)
-    assert len(selectors) > 40
-    assert all(selector.startswith(".dataflow-graph") for selector in selectors)
-
-
 def test_the_same_graph_gives_the_same_bytes() -> None:
     assert render_svg(aipo_with_evaluation()) == render_svg(aipo_with_evaluation())
-
-
-def test_an_empty_graph_has_a_picture() -> None:
-    assert ElementTree.fromstring(render_svg(nx.MultiDiGraph())).tag == f"{SVG}svg"
-
-
-def test_a_box_shows_few_knobs_and_counts_the_rest() -> None:
-    graph = nx.MultiDiGraph()
-    nodes(graph, Score(a=1, b=2, c=3, d=4, e=5, f=6, name="s"))
-    assert read(graph).boxes[0].knobs == ("a=1", "b=2", "c=3", "d=4", "…+2")
-    assert len(read(graph).boxes[0].knobs) == KNOBS_SHOWN + 1
-
-
-def test_labels_leave_out_the_columns_that_keep_the_books() -> None:
-    assert column_lines(["group_id", "prompt", "round_size", "answer"]) == [
-        "prompt",
-        "answer",
-        "…+2",
-    ]
-    assert column_lines(["group_id"]) == ["group_id"]
-    assert column_lines([]) == []
-
-
-@pytest.mark.parametrize(
-    ("value", "shown"),
-    [
-        (0.0002, "0.0002"),
-        ("a b", '"a b"'),
-        (("answer",), '("answer",)'),
-        ([1, 2], "[1, 2]"),
-        (Model("some/where/policy"), "policy"),
-        (partial(shorten, length=4), "shorten(length=4)"),
-        (object(), "object"),
-        (Path, "Path"),
-        (None, "None"),
-    ],
-)
-def test_knobs_are_short_code(value: object, shown: str) -> None:
-    assert knob_text(value) == shown
-
-
-def test_long_text_loses_its_middle() -> None:
-    assert shorten("x" * 50 + "end", 9) == "xxxx…xend"
 
 
 def test_a_thousand_operators_are_drawn() -> None:
@@ -440,11 +328,6 @@ def test_an_unknown_suffix_is_refused_with_the_four_known_ones(tmp_path: Path) -
     with pytest.raises(GraphError, match=r"\.svg, \.dot, \.mmd or \.html, but got 'x\.png'"):
         draw(aipo_with_evaluation(), tmp_path / "x.png")
     assert not list(tmp_path.iterdir())
-
-
-def test_a_missing_folder_is_refused_by_name(tmp_path: Path) -> None:
-    with pytest.raises(GraphError, match="nowhere' is not there"):
-        draw(aipo_with_evaluation(), tmp_path / "nowhere" / "x.svg")
 
 
 def test_a_notebook_gets_svg_and_text() -> None:
@@ -566,10 +449,6 @@ def test_no_name_breaks_out_of_any_format(names: list[str], text: str) -> None:
 # --- the curve
 
 
-def curve_classes(svg: str) -> list[str]:
-    return [group.get("class") or "" for group in ElementTree.fromstring(svg).iter(f"{SVG}g")]
-
-
 def test_the_curve_has_axes_a_legend_and_a_dot_per_evaluation() -> None:
     metrics = [{"step": step, "reward_mean": step / 100} for step in range(1, 61)]
     metrics += [{"step": step, "eval_accuracy": 0.2 + step / 200} for step in (0, 30, 60)]
@@ -638,35 +517,6 @@ def test_the_curve_has_a_line_with_its_words_where_something_changed() -> None:
     )
 
 
-@pytest.mark.parametrize(
-    "metrics",
-    [
-        [],
-        [{"step": 1}],
-        [{"step": 1, "reward_mean": float("nan")}, {"step": 2, "reward_mean": None}],
-        [{"step": 0, "eval_accuracy": 0.5}],
-        [{"step": 1, "reward": -1e12}, {"step": 2, "reward": 1e12}],
-        [{"step": 5, "reward_mean": 0.3}] * 3,
-    ],
-)
-def test_the_curve_stands_whatever_the_metrics_lack(metrics: list[dict[str, Any]]) -> None:
-    svg = reward_curve_svg(metrics)
-    assert ElementTree.fromstring(svg).tag == f"{SVG}svg"
-    assert "nan" not in svg and "inf" not in svg
-
-
-@settings(max_examples=80)
-@given(
-    st.lists(
-        st.fixed_dictionaries(
-            {"step": st.integers(0, 10**6), "reward_mean": st.floats() | st.none()}
-        )
-    )
-)
-def test_no_reward_makes_the_curve_fail(metrics: list[dict[str, Any]]) -> None:
-    assert ElementTree.fromstring(reward_curve_svg(metrics)).tag == f"{SVG}svg"
-
-
 # --- the time line
 
 
@@ -689,8 +539,3 @@ def test_a_time_line_has_a_row_for_each_operator_its_share_and_a_line_for_each_s
     ]
     assert [bar.get("d", "").count("M") for bar in bars if bar is not None] == [1, 1]
     assert sum(path.get("class") == "grid" for path in root.iter(f"{SVG}path")) == 3
-
-
-def test_a_time_line_of_very_many_rows_says_how_many_it_leaves_out() -> None:
-    svg = timeline_svg({f"generator {n}": [(0.0, 1.0)] for n in range(100)}, [0.0, 1.0], "many")
-    assert "76 more rows are left out" in svg and svg.count('class="bar') == 24

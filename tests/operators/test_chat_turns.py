@@ -17,7 +17,7 @@ from tokenizers import AddedToken, processors
 from dataflow import Graph, Model, collect
 from dataflow.errors import RecordError
 from operators import Generator, Prompts, episode
-from operators.chat.chat_template import ChatError, ChatTemplate
+from operators.chat.chat_template import ChatTemplate
 from operators.demonstrations import Demonstrations
 from operators.episodes.chat import Chat
 from operators.generation.tokenize import RowLayout
@@ -212,22 +212,6 @@ def test_an_episode_goes_on_with_what_the_assistant_has_begun(base: Path) -> Non
         assert len(set(row["training_row"])) == 1 and row["mask"] == (turns >= 0).tolist()
 
 
-def test_no_end_token_of_the_tokenizers_own_stands_behind_a_prompt(
-    base: Path, tmp_path: Path
-) -> None:
-    folder = retold(base, tmp_path, CHATML, begins=True, ends=True)
-    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
-    assert tokenizer.decode(tokenizer("ab")["input_ids"]) == f"<bos>ab{tokenizer.eos_token}"
-    texts = ["ab", "<bos>ab", "<bos><|im_start|>u=hi<|im_end|>"]
-    assert shown(folder, [{"prompt": text} for text in texts], chat=False) == [
-        "<bos>ab",
-        *texts[1:],
-    ]
-    assert shown(folder, [{"prompt": "hi"}]) == ["<|im_start|>u=hi<|im_end|><|im_start|>a="], (
-        "a template begins itself"
-    )
-
-
 def test_a_chat_is_laid_out_with_the_tools_and_options_of_its_row(
     base: Path, tmp_path: Path
 ) -> None:
@@ -272,25 +256,6 @@ def test_what_lays_a_chat_out_is_never_left_unread(base: Path) -> None:
         declared = maker(Model(str(base)), chat_template_kwargs={"enable_thinking": False})
         (fault,) = declared.faults()
         assert "which no chat template is given; set chat=True" in fault
-
-
-def test_an_option_that_the_template_does_not_read_is_refused_by_name(base: Path) -> None:
-    tokenizer = transformers.AutoTokenizer.from_pretrained(base)
-    tagged = "{% generation %}{{ inside }}{% endgeneration %}{{ mine }}{% break %}"
-    for template in (
-        "{% for m in messages %}" + tagged + "{% endfor %}",
-        {"default": "{{ inside }}", "tool_use": "{{ mine }}"},
-    ):
-        tokenizer.chat_template = template
-        ChatTemplate(tokenizer, inside=1, mine=2)
-        with pytest.raises(ChatError, match="reads no option 'yours'; found chat_template_kwargs"):
-            ChatTemplate(tokenizer, mine=2, yours=3)
-    tokenizer.chat_template = "{% if %}"
-    with pytest.raises(ChatError, match="the chat template cannot be read"):
-        ChatTemplate(tokenizer, mine=2)
-    row = {"prompt": "a", "chat_template_kwargs": {"enable_thinkin": False}}
-    (failure,) = shown(base, [row])
-    assert "reads no option 'enable_thinkin'" in failure
 
 
 def test_an_episode_lays_a_row_out_with_its_own_tools_and_options(base: Path) -> None:

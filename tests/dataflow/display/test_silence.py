@@ -2,8 +2,6 @@
 example.
 """
 
-import pytest
-
 from dataflow.display import Summary
 from dataflow.display.formatting import ASCII
 from dataflow.display.silence import TOLD_AT, Silence, silence
@@ -36,21 +34,6 @@ def test_what_is_said_names_the_scorer_the_groups_and_a_row() -> None:
         "reward 0.0 for the completion 'x' of 'y'",
     ):
         assert part in said
-
-
-@pytest.mark.parametrize(
-    "lines", [[], [LOUD], [MUTE, LOUD], [LOUD, MUTE, MUTE, MUTE], [{"loss": 1.0}]]
-)
-def test_a_run_in_which_a_step_had_a_signal_is_not_said_to_have_none(
-    lines: list[dict[str, object]],
-) -> None:
-    assert silence(lines) == ""
-
-
-def test_of_several_scorers_those_are_named_that_were_silent_throughout() -> None:
-    both = {"groups": 1, "no_signal": {"scorers": ["'a' (x)", "'b' (x)"], "example": ""}}
-    one = {"groups": 1, "no_signal": {"scorers": ["'b' (x)"], "example": ""}}
-    assert "'b' (x) gave" in silence([both, one]) and "'a'" not in silence([both, one])
 
 
 def test_the_summary_has_it() -> None:

@@ -5,11 +5,9 @@ root first.
 import dataclasses
 from typing import Any
 
-import pytest
-
 from dataflow.doctor.facts import Awaited, EdgeFacts, Facts, FeedbackFacts, Node, WorkerFacts
 from dataflow.doctor.verdict import verdict
-from dataflow.doctor.waiting import ends, seconds, trouble, waits
+from dataflow.doctor.waiting import ends, trouble, waits
 from dataflow.system.processes import Process
 
 PATHS = {
@@ -172,16 +170,6 @@ def test_the_first_evaluation_pauses_training_and_what_it_waits_for_is_the_root(
     assert verdict(facts).startswith("Everything waits for 'generator', which is at work")
 
 
-def test_a_run_in_its_first_evaluation_that_moves_is_well() -> None:
-    facts = run(
-        phase="first_evaluation",
-        prompts={"state": "paused"},
-        generator={"state": "working"},
-        still_s=0.2,
-    )
-    assert verdict(facts) == "Nothing is wrong: the run is in its first evaluation."
-
-
 def test_the_last_evaluation_waits_for_its_own_prompts_though_others_are_held_back() -> None:
     facts = run(
         phase="last_evaluation",
@@ -239,13 +227,6 @@ def test_a_long_slice_names_the_worker_that_is_in_it() -> None:
     )
 
 
-def test_nodes_that_share_a_worker_wait_for_the_one_whose_slice_takes_long() -> None:
-    shared = worker("reward-0", "reward", "eval", at="eval", at_s=30.0)
-    facts = run(reward={"workers": (shared,)}, eval={"state": "working", "workers": (shared,)})
-    assert ("reward", "eval") in pairs(facts)
-    assert ("reward", "eval") not in pairs(run())
-
-
 def test_a_restart_is_told_with_its_number_and_its_cause() -> None:
     down = worker("reward-0", "reward", state="down", restarts=2, cause="ended by signal 9")
     assert (
@@ -280,33 +261,6 @@ def test_a_run_that_moves_is_well_and_its_slowest_part_is_named() -> None:
     assert verdict(facts) == "Nothing is wrong: 'trainer' is the slowest part, busy 95%."
 
 
-def test_parts_that_are_equally_busy_are_both_named() -> None:
-    facts = run(
-        trainer={"state": "working", "busy": 0.99},
-        generator={"state": "working", "busy": 1.0},
-        still_s=0.3,
-    )
-    assert (
-        verdict(facts)
-        == "Nothing is wrong: 'generator' and 'trainer' are the slowest parts, busy 100%."
-    )
-
-
-def test_one_that_has_just_ended_its_part_is_neither_waiting_nor_waited_for() -> None:
-    facts = run(
-        prompts={"state": "done"},
-        generator={"state": "done"},
-        reward={"state": "done"},
-        trainer={"state": "done"},
-    )
-    assert waits(facts) == []
-
-
-@pytest.mark.parametrize("state", ["left", "stopping"])
-def test_a_worker_that_left_in_order_is_no_trouble(state: str) -> None:
-    assert trouble(worker("generator-1", "generator", state=state, proc="", silent_s=99.0)) == ""
-
-
 def test_every_waiting_node_reaches_an_end() -> None:
     facts = run(
         generator={"held_back": 8, "version": 41},
@@ -317,17 +271,3 @@ def test_every_waiting_node_reaches_an_end() -> None:
     assert {name for names in ends(facts, found).values() for name in names} == {
         wait.node for wait in found
     }
-
-
-@pytest.mark.parametrize(
-    ("value", "said"),
-    [
-        (0.04, "0.0 s"),
-        (9.96, "10 s"),
-        (119.4, "119 s"),
-        (119.6, "2 min 0 s"),
-        (7300.0, "2 h 1 min"),
-    ],
-)
-def test_times_are_short(value: float, said: str) -> None:
-    assert seconds(value) == said

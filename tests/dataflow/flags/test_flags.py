@@ -155,10 +155,6 @@ def test_words_that_are_no_flags_or_no_values_are_refused_in_one_sentence(
     assert said in refused(*words) and "\n" not in refused(*words)
 
 
-def test_all_flags_that_nobody_has_are_told_at_once() -> None:
-    assert refused("--learning_rate", "1", "--lr", "2", "--foo=3").count("the.program has no") == 2
-
-
 def read(tmp_path: Path, text: str, name: str = "run.yaml") -> dict[str, Any]:
     path = tmp_path / name
     path.write_text(text)
@@ -372,12 +368,6 @@ def test_the_command_line_goes_before_the_file_and_the_file_before_the_defaults(
             main(build, args=["--config", str(tmp_path / "run.yaml"), *words])
     wanted = Task(policy="p", lr=1.0, chat=True)
     assert seen == [(wanted, 3.0), (replace(wanted, lr=4.0, chat=False), 2.0)]
-
-
-def test_a_flag_that_has_to_be_given_is_named(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as ended:
-        main(build, args=[])
-    assert ended.value.code == 2 and "needs --policy; write" in capsys.readouterr().err
 
 
 def test_a_kind_that_no_flag_can_be_is_named() -> None:

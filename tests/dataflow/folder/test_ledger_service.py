@@ -19,21 +19,17 @@ from rigs.ending import at_end
 from dataflow import Graph, verify
 from dataflow.errors import DeadlineError, Replaced, RunError
 from dataflow.folder.ledger import Ledger, LedgerError
-from dataflow.folder.ledger.calls import Advance, CommitStep, Issue, Value
+from dataflow.folder.ledger.calls import Advance, CommitStep, Issue
 from dataflow.folder.ledger.copying import unpack
 from dataflow.folder.ledger.questions import LastStep
 from dataflow.folder.ledger.writers import Token
-from dataflow.folder.ledger_service import handler as handler_module
 from dataflow.folder.ledger_service.client import LedgerClient
-from dataflow.folder.ledger_service.handler import Deferred, RequestHandler
+from dataflow.folder.ledger_service.handler import RequestHandler
 from dataflow.folder.ledger_service.messages import (
     TO_LEDGER,
-    Behind,
     Join,
-    Pack,
     Query,
     QueryResult,
-    ReadPacked,
     Record,
     Recorded,
     Refused,
@@ -85,32 +81,6 @@ def step(ledger: Any, number: int, trained: list[int]) -> None:
 
 def children(pid: int) -> list[int]:
     return [int(each) for each in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
-
-
-def test_what_one_client_writes_another_one_reads(path: Path, service: LedgerProcess) -> None:
-    prompts, trainer = client(path, service, "prompts-0"), client(path, service)
-    prompts.issue("prompts", [(group, f"task-{group}") for group in range(4)])
-    prompts.advance("prompts", [0, 1], "generating")
-    assert [group.state for group in prompts.in_flight("prompts")] == ["generating"] * 2 + [
-        "issued"
-    ] * 2
-    step(trainer, 1, [0, 1])
-    assert trainer.steps("trainer")[0].metrics == {"loss": 0.5}
-    assert (
-        prompts.verdict("trainer")
-        == "clean: 4 groups issued = 2 trained + 0 dropped + 2 in flight (2 issued)"
-    )
-    with pytest.raises(
-        LedgerError,
-        match="'trainer' would end group 1 of 'prompts' twice: it was trained at step 1",
-    ):
-        step(trainer, 2, [2, 1])
-    step(trainer, 2, [2])
-    assert (trainer.last_step("trainer"), trainer.next_group_id("prompts")) == (2, 4)
-    trainer.flush()
-    assert trainer.wal_bytes > 0
-    with Ledger.open(path, readonly=True) as ledger:
-        assert ledger.last_step("trainer") == 2
 
 
 def test_an_error_of_what_was_posted_comes_with_the_next_call(
@@ -221,21 +191,6 @@ def test_an_address_that_is_taken_is_told_of_at_the_start(
         made.serve(path, service.address, KEYS)
 
 
-def test_a_signal_to_all_processes_of_a_run_is_for_the_scheduler(path: Path) -> None:
-    """It ends its workers first, which still write."""
-    with LedgerProcess() as service:
-        trainer = (
-            client(path, service, keys=None) if service.serve(path, "tcp://127.0.0.1:*") else None
-        )
-        pids = [service._process.pid, *children(service._process.pid)]
-        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGTSTP):
-            for pid in pids:
-                os.kill(pid, number)
-        assert trainer is not None and trainer.last_step("trainer") == 0
-        service.check()
-    assert not any(alive(pid) for pid in pids)
-
-
 def test_the_service_ends_with_the_scheduler(path: Path) -> None:
     reading, writing = os.pipe()
     pid = os.fork()
@@ -313,36 +268,6 @@ def test_a_write_that_was_made_before_the_service_fell_is_not_made_by_the_next_o
         assert again.last_step("trainer") == 1
 
 
-def test_a_refusal_that_was_not_heard_is_told_again_though_it_would_be_made_now(
-    handler: RequestHandler,
-) -> None:
-    too_early = Record(token(), 1, 0, commit(2, [0]))
-    refused = handler.hear(too_early)
-    assert isinstance(refused, Refused) and "commit step 1" in refused.message
-    assert handler.hear(too_early) == refused
-    assert handler.hear(Record(token(), 2, 1, commit(1, [1]))) == Recorded(2)
-    assert handler.hear(too_early) == Recorded(2), (
-        "its client has gone on, and hears nothing any more"
-    )
-    assert last(handler, token()) == 1
-
-
-def test_what_is_said_again_of_an_earlier_write_hides_no_refusal_of_a_later_one(
-    handler: RequestHandler,
-) -> None:
-    first, refused = Record(token(), 1, 0, commit(1, [0])), Record(token(), 2, 0, commit(9, [1]))
-    for _ in range(2):
-        assert handler.hear(first) == Recorded(1)
-        assert isinstance(handler.hear(refused), Refused)
-
-
-def test_writes_are_made_in_their_order_though_some_get_lost(handler: RequestHandler) -> None:
-    assert handler.hear(Record(token(), 2, 0, commit(2, [1]))) == Behind(1)
-    assert handler.hear(Query(token(), 9, 1, LastStep("trainer"))) == Behind(1)
-    assert handler.hear(Record(token(), 1, 0, commit(1, [0]))) == Recorded(1)
-    assert handler.hear(Record(token(), 2, 0, commit(2, [1]))) == Recorded(2)
-
-
 def test_an_older_attempt_commits_nothing_once_a_newer_one_has_looked(
     handler: RequestHandler, path: Path
 ) -> None:
@@ -365,25 +290,6 @@ def test_an_older_attempt_commits_nothing_once_a_newer_one_has_looked(
                 )
         assert again.last_step("trainer") == 1
     assert handler.hear(Record(newer, 1, 0, commit(2, [1]))) == Recorded(1)
-
-
-@pytest.mark.parametrize("newer", [token(session=2), token(holder=1), token(attempt=1)])
-def test_of_a_worker_one_process_writes(handler: RequestHandler, newer: Token) -> None:
-    handler.hear(Query(newer, 1, 0, Join()))
-    said = handler.hear(Record(token(), 1, 0, commit(1, [0])))
-    assert isinstance(said, Refused) and said.error == "Replaced"
-
-
-def test_workers_of_an_earlier_start_write_nothing_whatever_their_names(
-    handler: RequestHandler, path: Path
-) -> None:
-    with Ledger.open(path) as again:
-        RequestHandler(again, floor=1)
-        resumed = RequestHandler(again)
-        for late in (Record(token(), 1, 0, commit(1, [0])), Query(token(attempt=9), 1, 0, Join())):
-            said = resumed.hear(late)
-            assert isinstance(said, Refused) and said.error == "Replaced"
-        assert resumed.hear(Query(token(holder=1), 1, 0, Join())) == QueryResult(1, Value(None))
 
 
 def test_a_service_whose_run_is_held_by_another_does_nothing(path: Path) -> None:
@@ -531,18 +437,6 @@ def test_files_and_folders_are_put_in_place_once_and_stay_in_the_run_folder(
         trainer.placing.place(folder / ".." / "x", folder / "y", None)
 
 
-def test_noise_at_the_socket_is_refused_and_the_others_go_on(path: Path) -> None:
-    service = LedgerProcess()
-    at_end(service.close)
-    service.serve(path, "tcp://127.0.0.1:*")
-    with zmq.Context() as context, context.socket(zmq.DEALER) as noise:
-        noise.connect(service.address)
-        for _ in range(30):
-            noise.send(os.urandom(50))
-        trainer = client(path, service, keys=None)
-        assert trainer.last_step("trainer") == 0
-
-
 def test_a_client_has_a_copy_of_the_ledger_while_others_write(
     path: Path, service: LedgerProcess, tmp_path: Path
 ) -> None:
@@ -567,27 +461,3 @@ def test_a_client_has_a_copy_of_the_ledger_while_others_write(
 def _packed(ledger: LedgerClient, into: Path) -> Path:
     ledger.pack(into)
     return into
-
-
-def test_a_copy_that_is_asked_for_again_is_the_same(
-    path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with Ledger.open(path) as ledger:
-        monkeypatch.setattr(handler_module, "PACKED_BYTES", 100)
-        handler, token = RequestHandler(ledger), Token("trainer-0", 0, 0, 1)
-        at_end(handler.close)
-
-        def ask(ticket: int, what: Any) -> Any:
-            answer = handler.hear(Query(token, ticket, 0, what))
-            assert isinstance(answer, Deferred)
-            told = answer.answer()
-            return told.result.value if isinstance(told, QueryResult) else told
-
-        handler.hear(Query(token, 1, 0, Join()))
-        assert isinstance(ask(2, ReadPacked(0)), Refused)
-        size = ask(3, Pack())
-        before = ask(4, ReadPacked(0))
-        assert len(before) == 100 and len(ask(4, ReadPacked(100))) == min(100, size - 100)
-        ledger.issue("prompts", [(group, f"{group}" * 200) for group in range(40)])
-        assert ask(3, Pack()) == size and ask(5, ReadPacked(0)) == before  # its answer was late
-        assert ask(6, Pack()) != size

@@ -62,13 +62,6 @@ def test_readers_hear_where_the_weights_are_of_a_trainer_that_was_started_elsewh
     assert told == [(f"generator-{replica}", Moved(lines={"trainer": THERE})) for replica in (0, 1)]
 
 
-def test_nobody_is_told_of_a_worker_that_listens_where_it_did() -> None:
-    played = begun()
-    for name in ("trainer-0", "generator-0"):
-        again(played, name)
-        assert moves(hello(played, name)) == []
-
-
 def test_a_reader_that_was_away_while_the_trainer_moved_hears_it_when_it_is_wired() -> None:
     played = begun(replicas=2)
     again(played, "trainer-0")

@@ -13,7 +13,7 @@ import pytest
 from opened import closed, opened
 
 from dataflow import Graph, Model
-from dataflow.errors import DeadlineError, RunError, WorkerDied
+from dataflow.errors import RunError, WorkerDied
 from dataflow.folder.faults import FILE
 from dataflow.folder.run_folder import RunFolder
 from dataflow.limits import Patience
@@ -30,7 +30,6 @@ from dataflow.system.messages import MessageError
 from dataflow.testing import FakeEvaluate, FakeGenerator, FakePrompts, FakeTrainer
 from dataflow.worker.host import Settings
 from dataflow.worker.messages import (
-    ALONE,
     TO_SCHEDULER,
     Bye,
     Confirmed,
@@ -306,18 +305,6 @@ def test_a_failure_that_a_restart_does_not_mend_ends_the_run_at_once(play: Any) 
     assert not isinstance(found.value, WorkerDied) and run.server.spawned == []
 
 
-@pytest.mark.parametrize("said", [{}, {"lasting": False}])
-def test_any_other_failure_is_worth_a_restart(play: Any, said: dict[str, Any]) -> None:
-    run = play().begin()
-    run.say("trainer-0", Failed, message="no memory", **said)
-    run.turn()
-    run.exits("trainer-0", status=1)
-    run.turn()
-    run.all_heartbeats()
-    run.restart("trainer-0")
-    assert run.server.spawned == [("trainer-0", 1)]
-
-
 def test_what_a_worker_said_before_it_ended_is_its_cause_also_when_its_end_is_noticed_first(
     play: Any,
 ) -> None:
@@ -419,22 +406,6 @@ def test_sums_of_what_workers_did_do_not_go_backwards(play: Any) -> None:
     assert found["nodes"]["generator"]["seconds"]["busy"] == 11.0
 
 
-def test_a_replica_that_the_plan_wants_from_a_step_on_has_the_whole_time_of_a_start_to_join(
-    play: Any,
-) -> None:
-    run = play(start_s=50.0).begin()
-    run.run.table.schedule = [(0, {"generator": 2})]
-    run.turn()
-    assert run.server.spawned == [("generator-1", 0)]
-    for _ in range(6):
-        run.all_heartbeats()
-        run.turn(8.0)
-    with pytest.raises(
-        DeadlineError, match=r"waited 50 s for 'generator-1' to join, .* its process to say hello"
-    ):
-        run.turn(8.0)
-
-
 # The end of patience, and ends of the run
 
 
@@ -460,10 +431,6 @@ def test_a_worker_that_fails_again_and_again_ends_the_run_with_every_cause_named
         assert said in str(raised.value)
     run.run.close()
     assert [fault["recovered_s"] is None for fault in run.faults()] == [False, True, True]
-
-
-def test_light_workers_are_asked_for_before_those_that_wait_for_torch(play: Any) -> None:
-    assert play().begin().server.heavy == [False] * 3 + [True] * 2
 
 
 def test_a_worker_that_dies_again_and_again_before_all_were_ready_once_ends_the_run(
@@ -506,28 +473,6 @@ def test_of_what_fails_before_all_were_ready_once_only_a_process_that_died_is_tr
     assert run.server.spawned[-1] == ("generator-0", 1)
 
 
-def test_a_worker_that_dies_as_the_run_is_to_end_before_it_began_ends_it(play: Any) -> None:
-    run = play()
-    run.run._apply(RunBegins())
-    run.run.wish_drain()
-    run.exits("generator-0")
-    with pytest.raises(
-        WorkerDied, match=r"'generator-0' \(generator\) died \(SIGKILL\) .*logs/generator-0\.log"
-    ):
-        run.turn()
-        run.turn()
-
-
-def test_a_worker_that_fails_before_all_were_ready_once_ends_the_run_with_its_reason(
-    play: Any,
-) -> None:
-    run = play()
-    run.run._apply(RunBegins())
-    run.say("generator-0", Failed, message="no such model")
-    with pytest.raises(RunError, match="worker 'generator-0' failed: no such model"):
-        run.turn()
-
-
 def test_a_restart_does_not_begin_while_the_run_is_ending(play: Any) -> None:
     run = play().begin()
     run.exits("generator-0")
@@ -557,35 +502,6 @@ def test_a_trainer_that_dies_while_the_run_is_ending_ends_it_and_says_what_is_go
         run.turn()
 
 
-def test_a_trainer_that_was_done_when_it_ended_alone_is_missed_by_nobody(play: Any) -> None:
-    """The scheduler was stopped meanwhile, and hears of all of it at once."""
-    run = play().begin()
-    run.run.wish_drain()
-    run.turn()
-    run.heartbeat("trainer-0", status={"step": 3, "done": 1})
-    run.exits("trainer-0", ALONE)
-    run.turn()
-    assert run.run.table.run.over and run.run.table.workers["trainer-0"].life is Life.GONE
-
-
-def test_a_trainer_that_ended_alone_and_was_not_done_is_started_again(play: Any) -> None:
-    run = play().begin()
-    run.heartbeat("trainer-0", status={"step": 3, "done": 1}, alone=True)
-    run.exits("trainer-0", ALONE)
-    run.turn()
-    run.turn(0.25)
-    assert run.server.spawned == [("trainer-0", 1)] and not run.run.table.run.over
-
-
-def test_a_trainer_that_waits_for_its_restart_when_the_run_is_to_end_ends_it(play: Any) -> None:
-    run = play().begin()
-    run.exits("trainer-0")
-    run.turn()
-    run.run.wish_drain()
-    with pytest.raises(WorkerDied, match=r"'trainer-0' .*died.*its last checkpoint is good"):
-        run.turn()
-
-
 def test_closing_waits_for_nobody_who_has_ended_or_cannot_hear(play: Any) -> None:
     run = play(stop_s=10.0).begin()
 
@@ -600,13 +516,6 @@ def test_closing_waits_for_nobody_who_has_ended_or_cannot_hear(play: Any) -> Non
     run.server.waited, before = wait, run.now
     run.run.close()
     assert run.server.closed and run.now - before < 1.0
-
-
-def test_closing_waits_no_longer_than_the_limit_for_one_that_goes_on(play: Any) -> None:
-    run = play(stop_s=10.0).begin()
-    before = run.now
-    run.run.close()
-    assert run.server.closed and 10.0 <= run.now - before < 10.2
 
 
 # Messages that are well formed and mean nothing
@@ -645,14 +554,6 @@ def mutated(rng: np.random.Generator, value: Any) -> Any:
     if isinstance(value, dict):
         return {name: mutated(rng, each) for name, each in value.items()}
     return value
-
-
-def test_what_several_workers_note_as_they_become_ready_is_told_once(play: Any) -> None:
-    run = play().begin()
-    for name in ("generator-0", "trainer-0"):
-        run.server.received.append(Received(name, Ready(attempt=0, notes=("kernels are off",))))
-    run.turn()
-    assert run.run.notices.count("kernels are off") == 1
 
 
 def test_no_message_of_anybody_raises_through_the_scheduler(play: Any) -> None:

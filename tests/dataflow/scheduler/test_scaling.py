@@ -17,7 +17,6 @@ from dataflow.limits import Limits, Patience
 from dataflow.node import Transform
 from dataflow.planning.hosts import Devices
 from dataflow.planning.plan import Plan, plan
-from dataflow.planning.rooms import spare
 from dataflow.scheduler import scaling
 from dataflow.scheduler.events import (
     Command,
@@ -282,36 +281,6 @@ def test_what_a_replica_did_that_has_left_is_known_to_the_next_scheduler() -> No
     assert total([after.workers["generator-1"].told["crossed"]]) == total([crossed])
 
 
-def test_a_number_is_never_used_again() -> None:
-    played = begun()
-    joined(played, "generator", 3)
-    played.scale({"generator": 1})
-    forked = played.scale({"generator": 2})[0]
-    assert isinstance(forked, StartWorker) and forked.name == "generator-3"
-
-
-def test_no_leave_begins_while_somebody_joins() -> None:
-    played = begun()
-    joined(played, "generator", 2)
-    played.scale({"stage": 2})
-    assert played.scale({"generator": 1}) == []
-    played.hello("stage-1", {"generator>stage:prompts": "at-stage-1"})
-    for ticket in range(1, 20):
-        played.confirmed(ticket)
-    orders = played.ready("stage-1")
-    assert [(to, kind) for to, kind in said(orders) if kind is AddReceivers] == [
-        ("generator-0", AddReceivers),
-        ("generator-1", AddReceivers),
-    ]
-    assert ("prompts-0", RetireReceivers) in said(orders)
-
-
-def test_wishes_before_the_start_wait_for_it() -> None:
-    played = Played(*planned())
-    assert played.scale({"generator": 2}) == []
-    assert isinstance(played.begin()[0], StartWorker)
-
-
 def test_the_newest_wish_counts() -> None:
     played = begun()
     played.scale({"generator": 5})
@@ -394,12 +363,6 @@ def test_a_newcomer_waits_for_the_accelerators_of_a_leaver() -> None:
         "generator-2",
         (1,),
     )
-
-
-def test_accelerators_of_one_replica_lie_in_a_row() -> None:
-    assert spare(range(8), {0, 1, 3}, 2) == (4, 5)
-    assert spare(range(4), {1}, 2) == (2, 3)
-    assert spare(range(4), {1, 3}, 2) is None
 
 
 # A small world in which everything comes in any order
@@ -704,33 +667,9 @@ class World:
                 if self.at(address).address == address:
                     self.at(address).peers[process.name] = True
 
-    def without_senders(self) -> list[tuple[str, str]]:
-        """(sender, receiver) that are both at work, and the sender does not send there."""
-        live = [
-            each
-            for each in self.processes.values()
-            if self.played.table.workers[each.name].membership is Membership.LIVE
-        ]
-        return [
-            (sender.name, receiver.name)
-            for sender in live
-            for receiver in live
-            if sender.worker in self.edges
-            and self.edges[sender.worker] in receiver.expected
-            and receiver.address not in sender.receivers[self.edges[sender.worker]]
-        ]
-
     def settle(self) -> None:
         """Go on until every wish is fulfilled."""
         self.run(20_000, until=lambda: settled(self.played.table))
-
-    def end_well(self, wished: dict[str, int]) -> None:
-        """The prompts end: every row is trained once, and every wish is fulfilled."""
-        self.issuing = False
-        self.run(100_000)
-        assert sorted(self.trained) == list(range(1, self.issued + 1))
-        assert settled(self.played.table)
-        assert {node: self.played.replicas(node)["live"] for node in wished} == wished
 
     def run(self, most: int, until: Any = lambda: False) -> None:
         for _ in range(most):
@@ -738,106 +677,3 @@ class World:
             if not possible or until():
                 return
             self.random.choice(possible)()
-
-
-@pytest.mark.parametrize("seed", range(60))
-def test_whatever_comes_in_whatever_order_every_row_is_trained_once(seed: int) -> None:
-    world = World(seed)
-    wished = {"generator": 1, "stage": 1}
-    for _ in range(world.random.randrange(2, 12)):
-        node, count = world.random.choice(["generator", "stage"]), world.random.randrange(1, 5)
-        wished[node] = count
-        world.execute(world.played.scale({node: count}))
-        world.run(world.random.randrange(0, 200))
-    early = world.random.random() < 0.3  # the prompts end while replicas still come and go
-    if not early:
-        world.settle()
-        assert {node: world.played.replicas(node)["live"] for node in wished} == wished
-    world.end_well(wished)
-
-
-@pytest.mark.parametrize("seed", range(60))
-def test_whoever_dies_while_replicas_come_and_go_every_row_is_trained_once(seed: int) -> None:
-    world = World(1_000 + seed, moves=bool(seed % 2))
-    wished = {"generator": 1, "stage": 1}
-    for _ in range(world.random.randrange(2, 12)):
-        if world.random.random() < 0.5:
-            node, count = world.random.choice(["generator", "stage"]), world.random.randrange(1, 5)
-            wished[node] = count
-            world.execute(world.played.scale({node: count}))
-        for _ in range(world.random.randrange(0, 3)):
-            world.crash(
-                world.random.choice([each for each in world.processes.values() if not each.gone])
-            )
-            world.run(world.random.randrange(0, 30))
-        world.run(world.random.randrange(0, 200))
-    world.settle()
-    world.end_well(wished)
-
-
-@pytest.mark.parametrize("seed", range(120))
-def test_whenever_the_scheduler_dies_the_next_one_goes_on_and_every_row_is_trained_once(
-    seed: int,
-) -> None:
-    world = World(2_000 + seed, moves=bool(seed % 2))
-    wished = {"generator": 1, "stage": 1}
-    for _ in range(world.random.randrange(2, 12)):
-        if world.random.random() < 0.5:
-            node, count = world.random.choice(["generator", "stage"]), world.random.randrange(1, 5)
-            wished[node] = count
-            world.execute(world.played.scale({node: count}))
-        if world.random.random() < 0.3:
-            world.crash(
-                world.random.choice([each for each in world.processes.values() if not each.gone])
-            )
-        world.run(world.random.randrange(0, 30))
-        if world.random.random() < 0.6:
-            world.succeed()
-        world.run(world.random.randrange(0, 200))
-    world.settle()
-    world.end_well(wished)
-    assert world.without_senders() == []
-
-
-def test_nobody_joins_or_leaves_while_one_that_died_is_away() -> None:
-    played = begun()
-    joined(played, "generator", 2)
-    assert played.fell("stage-0") == []
-    assert played.scale({"generator": 3}) == [] and played.scale({"generator": 1}) == []
-    assert played.starts("stage-0") == {"generator>stage:prompts": 2}
-    (wire,) = played.hello("stage-0", {"generator>stage:prompts": "at-stage-0"})
-    assert wire == Send("stage-0", Wire(addresses={"stage>reward:prompts": ["at-reward-0"]}))
-    assert said(played.ready("stage-0")) == [("stage-0", Start), ("prompts-0", RetireReceivers)]
-
-
-def test_one_that_died_while_it_let_another_go_lets_it_go_again() -> None:
-    played = begun()
-    joined(played, "generator", 2)
-    (retire,) = played.scale({"generator": 1})
-    played.fell("prompts-0")
-    played.starts("prompts-0")
-    wire, again = played.hello("prompts-0", {})
-    assert again == retire
-    assert wire == Send(
-        "prompts-0",
-        Wire(addresses={"prompts>generator:prompts": ["at-generator-0", "at-generator-1"]}),
-    )
-
-
-def test_one_that_died_counts_a_leaver_that_was_told_to_stop_as_it_may_come_once_more_or_not() -> (
-    None
-):
-    played = begun()
-    joined(played, "generator", 2)
-    (retire,) = played.scale({"generator": 1})
-    played.drained("generator-1")
-    assert said(played.confirmed(ticket(retire))) == [("generator-1", Stop)]
-    assert played.fell("stage-0") == []
-    assert played.starts("stage-0") == {"generator>stage:prompts": 2}
-    _, over = played.hello("stage-0", {"generator>stage:prompts": "at-stage-0"})
-    assert over == Send("stage-0", SenderEnded(senders={"generator>stage:prompts": 1}))
-    played.exited("generator-1")
-    played.fell("stage-0")
-    assert played.starts("stage-0") == {"generator>stage:prompts": 1}, (
-        "one that has left does not come"
-    )

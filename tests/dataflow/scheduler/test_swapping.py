@@ -23,12 +23,12 @@ from dataflow.scheduler.control_server import Client
 from dataflow.scheduler.events import Drain, Received
 from dataflow.scheduler.requests import Refused, Reply, SwapNode, Swapped
 from dataflow.scheduler.swaps import policy
-from dataflow.scheduler.swaps.swap_requests import LAST_WORD_S, READY_S
+from dataflow.scheduler.swaps.swap_requests import LAST_WORD_S
 from dataflow.scheduler.table import Life, Table
 from dataflow.settable import RESTART, Settable
 from dataflow.testing import FakeEvaluate, FakeGenerator, FakePrompts, FakeTrainer
 from dataflow.worker.host import Settings
-from dataflow.worker.messages import Failed, Heartbeat, Tried
+from dataflow.worker.messages import Failed, Tried
 from dataflow.worker.swap_trial import TRIAL_S
 
 SOMEBODY = Client(b"somebody")
@@ -193,21 +193,6 @@ def test_a_module_that_ends_its_process_is_refused(live: Swapping) -> None:
     )
 
 
-def test_the_last_word_of_a_trial_counts_though_its_end_was_heard_before(live: Swapping) -> None:
-    live.ask()
-    live.exits(live.trial, 0)
-    live.turn()
-    live.answers()
-    assert live.server.killed == [("reward-0", signal.SIGKILL)]
-
-
-def test_a_trials_heartbeats_are_no_workers(live: Swapping) -> None:
-    live.ask()
-    live.server.received.append(Received(live.trial, Heartbeat(attempt=0, nodes={})))
-    live.turn()
-    assert live.server.refused == []
-
-
 def test_a_worker_that_cannot_start_with_it_is_started_with_the_one_before(live: Swapping) -> None:
     live.ask()
     live.answers()
@@ -263,14 +248,6 @@ def test_two_swaps_at_once_are_refused(live: Swapping) -> None:
     live.answers()
     live.ask()
     assert "is just being started with another operator" in live.replies[-1].error  # type: ignore[union-attr]
-
-
-def test_who_asks_is_told_when_the_worker_takes_long_to_start(live: Swapping) -> None:
-    live.ask()
-    live.answers()
-    live.turn(READY_S + 0.1)
-    (reply,) = live.replies
-    assert isinstance(reply, Swapped) and "has not started within 20 s" in reply.text
 
 
 @pytest.mark.parametrize(

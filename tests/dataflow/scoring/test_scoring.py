@@ -18,7 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from rigs.columns import check_columns, whole
 
-from dataflow.errors import RecordError, WorldFailed
+from dataflow.errors import WorldFailed
 from dataflow.records import COMPLETION, ERROR, GROUP_ID, ROLLOUT_ID, TOKENS, Array
 from dataflow.runtime import Batch, Context
 from dataflow.scorer import Scorer, scorer
@@ -28,10 +28,6 @@ from dataflow.scoring.process import Encode
 from dataflow.scoring.runtime import Scoring
 from dataflow.scoring.signature import Noted
 from dataflow.scoring.values import pack
-
-
-def f_float(x: str) -> float:
-    return 1.0
 
 
 def reward(completion: str, answer: str, bonus: float = 0.0) -> float:
@@ -209,15 +205,6 @@ def test_a_group_that_fails_fails_whole_and_alone(isolate: bool) -> None:
     assert errors[6] == "credit: unusable: returned 1 values for 2 rows; return one for each"
 
 
-def test_one_number_may_stand_for_a_group() -> None:
-    def mean(reward: Array) -> float:
-        return float(reward.mean())
-
-    records = rows(["x"] * 4, 2, reward=pa.array([1.0, 3.0, 5.0, 7.0]))
-    scored = score(scorer(per="group", isolate=False)(mean), records)
-    assert scored.column("mean").to_pylist() == [2.0, 2.0, 6.0, 6.0]
-
-
 def test_numbers_per_token_travel_as_ragged_columns(isolate: bool) -> None:
     def halves(tokens: Array) -> Array:
         tokens += 1
@@ -366,17 +353,6 @@ def test_an_answer_for_several_rows_is_never_made_of_answers_for_some(
     assert all(error.startswith(f"{function.__name__}: {said}") for error in errors)
 
 
-def test_the_rows_other_columns_come_by_keyword_and_those_of_the_engine_do_not(
-    isolate: bool,
-) -> None:
-    def seen(completion: str, **columns: Any) -> str:
-        return " ".join(sorted(columns))
-
-    records = rows(["a"], hint=pa.array(["h"]), extra=pa.array([{"a": 1}]))
-    scored = score(scorer(isolate=isolate, rest=True)(seen), records)
-    assert scored.column("seen").to_pylist() == ["answer extra hint"]
-
-
 def test_a_note_is_a_column_beside_the_number(isolate: bool) -> None:
     def told(completion: str) -> Noted:
         return Noted(None if completion == "none" else 1.0, completion.upper())
@@ -426,27 +402,8 @@ def test_an_async_function_scores_rows_at_the_same_time() -> None:
     assert set(scored.column(ERROR).to_pylist()) == {None, "ask: hung: no answer within 1 s"}
 
 
-def test_knobs_reach_the_function(isolate: bool) -> None:
-    made = scorer(isolate=isolate)(reward).configured(bonus=3.0)
-    assert score(made, rows(["right", "x"])).column("reward").to_pylist() == [4.0, 3.0]
-
-
-def test_a_batch_without_rows_passes_through(isolate: bool) -> None:
-    runtime = build(scorer(isolate=isolate)(f_float_of_completion))
-    runtime.push(Batch("prompts", rows([])))
-    (batch,) = runtime.work() or []
-    assert batch.records.schema.names[-1] == "f_float_of_completion"
-    runtime.close()
-
-
 def f_float_of_completion(completion: str) -> float:
     return float(len(completion))
-
-
-def test_a_missing_column_is_named() -> None:
-    runtime = build(scorer(isolate=False)(f_float))
-    with pytest.raises(RecordError, match="'f_float' reads column 'x', its rows have"):
-        runtime.push(Batch("prompts", rows(["a"])))
 
 
 # Order and bounds, with a fake in place of the pool
@@ -534,16 +491,6 @@ def test_each_row_has_its_own_score_in_whatever_order_and_parts_they_come(
         caller.answer(0, values)
     (made,) = runtime.work() or []
     assert made.records.column("f_float_of_completion").to_pylist() == [0.0, 1.0, 2.0]
-
-
-def test_a_later_batch_may_overtake_an_earlier_one() -> None:
-    runtime, caller, _ = fake()
-    runtime.push(Batch("a", rows(["x"] * 2)))
-    runtime.push(Batch("b", rows(["x"] * 2)))
-    caller.answer(1, {0: 1.0, 1: 1.0})
-    assert [batch.source for batch in runtime.work() or []] == ["b"]
-    caller.answer(0, {0: 1.0, 1: 1.0})
-    assert [batch.source for batch in runtime.work() or []] == ["a"]
 
 
 def test_rows_in_hand_are_bounded() -> None:

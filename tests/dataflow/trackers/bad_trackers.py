@@ -202,33 +202,3 @@ class Held(Steps):
 
     def _put(self, text: str) -> None:
         self._held.append(text)
-
-
-@dataclass(kw_only=True)
-class Bulky(Tracker):
-    """Writes 16 KiB for each line into a file of its own; what is in it beyond what was kept is cut
-    off.
-    """
-
-    path: str = ""
-    """Empty: what the environment says."""
-    rollouts_every = 0
-
-    def start(self, run: TrackedRun) -> str:
-        path = self.path or os.environ["BULKY"]
-        self._file = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
-        self._kept = run.kept
-        os.ftruncate(self._file, run.kept.setdefault("size", 0))
-        os.lseek(self._file, 0, os.SEEK_END)
-        return path
-
-    def log(self, figures: StepFigures) -> None:
-        self._put(f"step {figures.step}".encode().ljust(1 << 14) + b"\n")
-
-    def finish(self, outcome: str) -> None:
-        self._put(f"finish {outcome}\n".encode())
-
-    def _put(self, data: bytes) -> None:
-        while data:
-            data = data[os.write(self._file, data) :]
-        self._kept["size"] = os.lseek(self._file, 0, os.SEEK_CUR)

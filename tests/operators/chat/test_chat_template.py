@@ -109,39 +109,6 @@ def test_a_turn_that_has_begun_has_no_blank_in_front_that_tokenizers_put_before_
         assert form.decode(prompt).endswith("assistant\nIt is")
 
 
-def test_a_beginning_that_the_world_speaks_behind_was_a_turn():
-    form = ChatFormat(tokenizer_for(CHATML))
-    conversation = Conversation(form, [*ASKED, {"role": "assistant", "content": "It is"}])
-    conversation.hear({"role": "user", "content": "what?"})
-    text = form.decode(conversation.prompt())
-    assert (
-        text == f"{HEAD}It is<|im_end|>\n<|im_start|>user\nwhat?<|im_end|>\n<|im_start|>assistant\n"
-    )
-
-
-def test_a_turn_of_the_policys_own_is_not_gone_on_with_when_it_speaks_again():
-    form = ChatFormat(tokenizer_for(CHATML))
-    conversation = Conversation(form, ASKED)
-    conversation.say(sampled(form, "It is", rng_of("own")))
-    conversation.rewrite([{"role": "system", "content": "s"}, *conversation.messages])
-    assert form.decode(conversation.prompt()).endswith("It is<|im_end|>\n<|im_start|>assistant\n")
-
-
-@pytest.mark.parametrize("ended", ["hello </s>", "hello</s>"])
-def test_an_end_behind_a_blank_of_the_templates_is_written_once(ended):
-    """As Llama 2's template has it: ' text </s>'."""
-    template = (
-        "{% for m in messages %}{% if m.role == 'user' %}[INST] {{ m.content }} [/INST]{% else %}"
-        " {{ m.content | trim }} </s>{% endif %}{% endfor %}"
-    )
-    form = ChatFormat(tokenizer_for(template, ends="</s>", special=[]))
-    assert (form.end, form.ending) == (form.tokenizer.eos_token_id, " </s>")
-    conversation = Conversation(form, ASKED)
-    conversation.say(sampled(form, ended.removesuffix("</s>"), rng_of(ended)))
-    conversation.hear(*ASKED)
-    assert form.decode(conversation.prompt()) == f"[INST] hello [/INST]{ended}[INST] hello [/INST]"
-
-
 @pytest.mark.parametrize(
     ("closing", "stops"),
     [

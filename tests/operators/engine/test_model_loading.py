@@ -46,15 +46,6 @@ def test_a_policy_folder_is_loaded_as_a_critic_whose_values_are_0(folder):
     )
 
 
-def test_a_critic_that_was_saved_keeps_its_head(folder, tmp_path):
-    critic = load_model(Model(str(folder), head="value"))
-    torch.nn.init.normal_(critic.score.weight)
-    critic.save_pretrained(tmp_path)
-    assert torch.equal(
-        load_model(Model(str(tmp_path), head="value")).score.weight, critic.score.weight
-    )
-
-
 def test_a_judge_gives_a_number_per_sequence_and_one_without_a_head_is_refused(
     folder, make_model, tmp_path
 ):
@@ -66,12 +57,6 @@ def test_a_judge_gives_a_number_per_sequence_and_one_without_a_head_is_refused(
         input_ids=torch.tensor([[3, 4, 5]])
     ).logits.shape == (1, 1)
     refused(folder, "score.weight", "random", head="score")
-
-
-def test_a_folder_that_is_not_there_is_named(tmp_path):
-    refused(tmp_path / "nowhere", "nowhere", "no folder")
-    with pytest.raises(ModelError, match="no folder"):
-        load_tokenizer(Model(str(tmp_path / "nowhere")))
 
 
 def test_a_folder_without_a_config_is_refused(tmp_path):

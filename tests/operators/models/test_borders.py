@@ -15,13 +15,10 @@ from dataflow.model import Model
 from dataflow.runtime import Context
 from operators.engine.build import adapt, context_tokens_of
 from operators.engine.decode import Engine
-from operators.engine.native import packing
-from operators.engine.native.build import library
 from operators.engine.results import PromptStart
 from operators.engine.sampling_params import Sampling
 from operators.engine.vllm.build import build_vllm
 from operators.generator import Generator
-from operators.models.borders import late_borders, moved_borders
 from operators.models.errors import ModelError
 from operators.models.loading import load_model
 from operators.training.learner.packing import pack
@@ -177,14 +174,6 @@ def test_a_rope_that_changes_with_length_is_that_of_the_longest_sequence_for_eve
     ).abs().max() > 0.1
 
 
-@pytest.mark.parametrize("kind", CHANGING)
-def test_below_the_border_such_a_rope_is_that_of_short_sequences(kind, tmp_path):
-    folder = saved(tmp_path, *CHANGING[kind])
-    rollouts = generated(load_model(Model(str(folder), context_tokens=BORDER)), BORDER)
-    for tokens, noted in rollouts:
-        np.testing.assert_allclose(noted, plain(folder, tokens, 0)[-len(noted) :], atol=1e-4)
-
-
 @pytest.mark.parametrize("kind", sorted(CHANGING.keys() - {"llama, dynamic"}))
 def test_a_rope_that_changes_below_the_models_length_needs_to_be_told_how_long_rollouts_are(
     kind, tmp_path
@@ -265,27 +254,6 @@ def test_what_the_engine_cannot_do_beyond_a_border_it_does_before_it(tmp_path):
     folder = saved(tmp_path, *STAYING["llama4"])
     for tokens, noted in generated(load_model(Model(str(folder))), BORDER - 1):
         np.testing.assert_allclose(noted, plain(folder, tokens, 0)[-len(noted) :], atol=1e-4)
-
-
-@pytest.mark.skipif(library() is None, reason="no C compiler at hand")
-def test_a_fused_step_that_is_wrong_beyond_a_border_is_not_taken(tmp_path, monkeypatch):
-    model = Model(str(saved(tmp_path, *STAYING["mistral"])))
-    assert adapt(load_model(model), "tiny").fused is not None
-    monkeypatch.setattr(packing, "window_of", lambda module, layer: 0)
-    assert adapt(load_model(model), "tiny").fused is None
-
-
-def test_borders_are_moved_for_a_proof_alone(tmp_path):
-    module: Any = load_model(Model(str(saved(tmp_path, *STAYING["olmo3"]))))
-    windows = [layer.self_attn.sliding_window for layer in module.model.layers]
-    assert windows == [BORDER, None] and late_borders(module) == {"sliding_window": BORDER}
-    assert late_borders(module, BORDER - 1) == {}
-    with pytest.raises(KeyboardInterrupt), moved_borders(module, ["sliding_window"]):
-        assert module.config.sliding_window == module.model.layers[0].self_attn.sliding_window == 3
-        raise KeyboardInterrupt
-    Policy(module)
-    assert module.config.sliding_window == BORDER
-    assert [layer.self_attn.sliding_window for layer in module.model.layers] == windows
 
 
 def test_a_model_whose_numbers_depend_on_what_stands_beside_is_not_trained():

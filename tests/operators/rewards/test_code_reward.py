@@ -5,7 +5,6 @@ sandbox.
 import json
 import re
 import stat
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,7 @@ from dataflow.records import ERROR
 from dataflow.runtime import Batch, Context, Runtime
 from dataflow.testing import FakeGenerator, FakePrompts
 from operators.rewards import code, code_reward, find
-from operators.rewards.code import Case, is_same_output, judge, program_in, read_cases
+from operators.rewards.code import Case, judge, program_in, read_cases
 from operators.sandbox import CallTest, PythonTest, SandboxError, SandboxLimits, ScriptTest, fault
 from operators.sandbox.bwrap import VARIABLE
 
@@ -89,12 +88,6 @@ def test_a_graph_is_refused_where_the_kernel_makes_no_namespaces(
         apply(code_reward())
 
 
-def test_a_graph_is_refused_on_another_system(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "platform", "darwin")
-    with pytest.raises(GraphError, match="a sandbox of Linux, but this is darwin; run it on Linux"):
-        apply(code_reward())
-
-
 def test_a_worker_without_a_sandbox_refuses_to_start(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(VARIABLE, "/nowhere/bwrap")
     with pytest.raises(GraphError, match="which is no program"):
@@ -154,27 +147,6 @@ def test_the_program_is_the_last_block_of_python_else_the_whole_text(
     completion: str, found: str
 ) -> None:
     assert program_in(completion) == found
-
-
-@pytest.mark.parametrize(
-    ("found", "wanted", "same"),
-    [
-        ("3\n", "3", True),
-        ("1 2 \n3\n\n", "1 2\n3", True),
-        ("1.50", "1.5", True),
-        ("1e2", "100", True),
-        ("1\n2", "1 2", False),
-        ("YES", "yes", False),
-        ("", "0", False),
-        ("nan", "nan", True),
-        ("9" * 5000, "9" * 5001, False),
-        ("1e999999999", "1", False),
-    ],
-)
-def test_outputs_are_compared_by_lines_words_and_the_value_of_numbers(
-    found: str, wanted: str, same: bool
-) -> None:
-    assert is_same_output(found, wanted) is same
 
 
 def test_the_tests_of_open_data_sets_are_read() -> None:
@@ -302,16 +274,3 @@ def test_rows_come_back_with_a_reward_and_a_note() -> None:
     assert found[0]["reward_note"] == "1 of 1 tests pass"
     assert "SyntaxError" in found[1]["reward_note"] and found[1][ERROR] is None
     assert "no tests" in found[2][ERROR]
-
-
-@needs_sandbox
-def test_called_with_plain_values_it_is_the_reward() -> None:
-    assert code_reward()(completion=ADD, tests=["assert add(1, 2) == 3"]) == 1.0
-
-
-@needs_sandbox
-def test_a_graph_with_it_has_both_columns() -> None:
-    graph = Graph("t")
-    prompts = FakePrompts(columns={"tests": str})
-    stream = code_reward(name="solved")(FakeGenerator(model=Model("policy"))(graph.source(prompts)))
-    assert stream.columns["solved"] == pa.float64() and stream.columns["solved_note"] == pa.string()

@@ -295,17 +295,6 @@ def test_how_a_turn_is_sampled_is_granted_or_refused_by_a_server_and_set_aside_b
             post("/v1/chat/completions", {**CHAT, **wrong}, 400)
 
 
-def test_a_run_ends_turns_at_its_generators_own_stops_and_a_calls(rows):
-    with in_run(stop=("own",), ends=frozenset([END])) as (post, works):
-        post("/v1/chat/completions", {**CHAT, "stop": ["<|im_start|>", "b"]})
-        assert works[-1].stop == ("<|im_start|>", "b", "own")
-        said = post("/v1/chat/completions", {**CHAT, "stop": ["\n<|im_end|>"]}, 400)["error"]
-        assert (
-            said["param"] == "stop"
-            and "has no special tokens; found '<|im_end|>' in it" in said["message"]
-        )
-
-
 def test_a_stop_that_is_a_special_token_is_its_id_wherever_the_tokenizer_names_it(rows):
     tokenizer = byte_tokenizer()
     tokenizer.add_tokens([AddedToken("<|eot|>", special=True)])

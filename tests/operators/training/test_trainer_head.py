@@ -22,8 +22,8 @@ from transformers import (
 )
 
 from dataflow.tokens.sampling_mask import SamplingMask
-from operators.training.learner import head, policy, sliced_head
-from operators.training.learner.head import Shape, logprobs_of_hidden, slice_width
+from operators.training.learner import head, policy
+from operators.training.learner.head import Shape, logprobs_of_hidden
 from operators.training.learner.logprobs import Wanted, logprobs_of_logits
 from operators.training.learner.packing import TokenTree, pack
 from operators.training.learner.policy import Policy
@@ -209,34 +209,12 @@ def test_only_gradients_that_are_needed_are_computed(wants_entropy):
         assert all(tensor.grad is None for at, tensor in enumerate(given) if at != index)
 
 
-def test_without_tokens_there_is_nothing_and_the_weights_gradient_is_zero():
-    hidden, weight = (
-        torch.zeros(0, WIDTH, requires_grad=True),
-        torch.ones(IDS, WIDTH, requires_grad=True),
-    )
-    none = torch.zeros(0, dtype=torch.long)
-    found, entropy = logprobs_of_hidden(
-        hidden, weight, None, Wanted(none, none), Shape(), entropy=True
-    )
-    assert found.shape == entropy.shape == (0,)
-    (found.sum() + entropy.sum()).backward()
-    assert not weight.grad.any()
-
-
 @pytest.mark.parametrize("wrong", [-1, IDS])
 def test_an_id_outside_of_the_vocabulary_is_refused(wrong):
     (hidden, weight), _ = _made(torch.float32)
     wanted = Wanted(torch.tensor([0, 1]), torch.tensor([3, wrong]))
     with pytest.raises(IndexError, match=f"not all within a vocabulary of {IDS}"):
         logprobs_of_hidden(hidden, weight, None, wanted, Shape(), entropy=False)
-
-
-@pytest.mark.parametrize("rows", [1, 1000, 10**6])
-def test_a_slice_is_as_wide_as_its_share_of_memory_and_never_narrow(rows):
-    for gpu, most in ((False, head.CPU_SLICE), (True, head.GPU_SLICE)):
-        found = slice_width(rows, gpu)
-        assert found >= head.LEAST_IDS
-        assert found == head.LEAST_IDS or found * rows <= most
 
 
 class _Largest(torch.utils._python_dispatch.TorchDispatchMode):
@@ -412,17 +390,3 @@ def test_a_model_that_does_more_to_its_logits_keeps_them_and_stays_right(make, m
         assert not made.slices
         found, _ = made.logprobs(tree)
         torch.testing.assert_close(found, torch.stack(wanted), rtol=1e-4, atol=1e-4)
-
-
-def test_a_call_that_fails_leaves_the_model_as_it_was(monkeypatch):
-    monkeypatch.setattr(policy, "MOST_LOGITS", 0)
-    module = tiny_llama()
-    made = Policy(module)
-
-    def fail(*_, **__):
-        raise MemoryError
-
-    monkeypatch.setattr(sliced_head, "logprobs_of_hidden", fail)
-    with pytest.raises(MemoryError):
-        made.logprobs(_tree(ids=VOCABULARY)[0])
-    assert "forward" not in vars(module.get_output_embeddings())

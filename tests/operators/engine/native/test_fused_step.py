@@ -350,8 +350,3 @@ def test_tokens_and_positions_out_of_range_are_refused_before_anything_is_writte
         with pytest.raises(ModelError, match="row 0 is out of range"):
             step(torch.tensor([token]), positions, cache, layout)
     assert all(not side.any() for both in cache.layers for side in both)
-
-
-def test_no_rows_have_no_logits(make_model):
-    step = FusedStep(make_model())
-    assert step(*NOTHING, KVCache(1), EMPTY).shape == (0, step.vocabulary)

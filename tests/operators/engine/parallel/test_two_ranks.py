@@ -16,8 +16,6 @@ from operators.engine.finish_reasons import ABORTED
 from operators.engine.make import make_engine
 from operators.engine.parallel.launch import make_parallel
 from operators.engine.results import PromptStart
-from operators.engine.sampling_params import Sampling
-from operators.engine.stop_strings import StopStrings
 
 pytestmark = pytest.mark.usefixtures("forked")
 
@@ -107,22 +105,6 @@ def test_updates_aborts_and_looks_in_between_leave_two_ranks_like_one(
     assert {int(v) for row in found.values() for v in row["versions"]} == {-1, 0, 1, 2}
 
 
-@pytest.mark.slow
-def test_prompts_with_knobs_and_stop_strings_of_their_own_end_alike_on_all_ranks(
-    declare, alone, together, tokenizer
-):
-    declaration = declare("llama", stop=("a", "e", "oo"))
-    own = {
-        "sampling": Sampling(temperature=1.3, top_k=9),
-        "stop": StopStrings(tokenizer, ("b", "gh", "s")),
-    }
-    starts = [*groups()[:2], *groups(**own)[2:]]
-    expected = drive(alone(declaration), starts)
-    assert any(row["text"] is not None for ticket, row in expected.items() if ticket < 6)
-    assert any(row["text"] is not None for ticket, row in expected.items() if ticket >= 6)
-    assert_alike(drive(together(declaration), starts), expected)
-
-
 @pytest.mark.parametrize(
     ("family", "size", "changes", "executor"),
     [
@@ -174,13 +156,6 @@ def test_ranks_that_hold_the_same_key_value_head_draw_what_one_draws(
     assert_slices(ranks.engine, new, size, heads)
     take(one, 1, new)
     assert_alike(drive(ranks.engine, groups()), drive(one, groups()))
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("fresh")
-def test_four_ranks_draw_what_one_draws(declare, alone, together):
-    declaration = declare("llama", {"num_key_value_heads": 4})
-    assert_alike(drive(together(declaration, 4), groups()), drive(alone(declaration), groups()))
 
 
 @pytest.mark.slow
