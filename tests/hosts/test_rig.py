@@ -2,13 +2,11 @@
 
 import os
 import signal
-import socket
 import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
 
-import psutil
 import pytest
 from rigs.hosts import Command, Host, hosts
 from rigs.machine import alive, wait_until
@@ -75,17 +73,6 @@ def test_hosts_reach_each_other_by_address_and_by_name(pair: list[Host], echo: H
     assert reach(pair[0], "b") == "hello"
     assert reach(echo, "localhost") == "hello"
     assert reach(pair[0], "localhost") == "ConnectionRefusedError"
-
-
-def addresses() -> list[str]:
-    """Of this machine, but for loopback."""
-    every = (
-        each
-        for of in psutil.net_if_addrs().values()
-        for each in of
-        if each.family == socket.AF_INET
-    )
-    return [each.address for each in every if not each.address.startswith("127.")]
 
 
 def test_no_file_system_that_a_host_may_write_to_is_another_host_s_but_the_shared_folder_s(

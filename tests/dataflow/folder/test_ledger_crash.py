@@ -6,7 +6,6 @@ import os
 import shutil
 import signal
 import tempfile
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -141,25 +140,6 @@ test_the_identity_holds_after_every_call_of_any_history = Histories.TestCase
 
 
 Say = Callable[[int], None]
-
-
-def train(path: Path, say: Say) -> None:
-    """Commits steps of groups that are scored until it is killed; says which."""
-    with Ledger.open(path) as ledger:
-        step = ledger.last_step("trainer")
-        while True:
-            ready = [
-                group.group_id for group in ledger.in_flight("prompts") if group.state == "scored"
-            ][:4]
-            if len(ready) < 4:
-                time.sleep(0.001)
-                continue
-            step += 1
-            dropped = {ready[3]: "stale"}
-            ledger.commit_step(
-                "trainer", step, version=step, source="prompts", trained=ready[:3], dropped=dropped
-            )
-            say(step)
 
 
 class Child:

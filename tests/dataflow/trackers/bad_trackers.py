@@ -7,9 +7,8 @@ import os
 import signal
 import threading
 from dataclasses import dataclass
-from pathlib import Path
 
-from dataflow.trackers import RolloutTable, StepFigures, StepGroups, TrackedRun, Tracker
+from dataflow.trackers import RolloutTable, StepFigures, TrackedRun, Tracker
 
 
 @dataclass(kw_only=True)
@@ -86,24 +85,6 @@ class Bad(Tracker):
                 os.write(1, b"x" * 65536)
         elif self.how == "no room":
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self._folder / "big"))
-
-
-@dataclass(kw_only=True)
-class Groups(Tracker):
-    """Writes what it is told of groups."""
-
-    takes_groups = True
-
-    def start(self, run: TrackedRun) -> str:
-        self._path: Path = run.folder / "groups.txt"
-        return ""
-
-    def log(self, figures: StepFigures) -> None:
-        pass
-
-    def groups(self, groups: StepGroups) -> None:
-        with self._path.open("a") as file:
-            file.write(f"{groups.step} {sorted(groups.seen)} {dict(groups.dropped)}\n")
 
 
 class Unfit(Tracker):

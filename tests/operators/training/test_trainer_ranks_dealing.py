@@ -7,8 +7,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from trainer_rig import group, rows_of
 
-from dataflow.tokens.rollout_tokens import RolloutTokens
-from dataflow.tokens.sampling_mask import SamplingMask
 from operators.training.learner.learner import Prepared
 from operators.training.learner.packing import pack
 from operators.training.parallel.lead import (
@@ -157,20 +155,3 @@ def test_a_share_has_the_rows_of_its_micro_batches_and_their_scales():
             assert share.rows.tokens.logprobs[mine].tolist() == rows.tokens.logprobs[its].tolist()
             assert share.rows.columns_R["advantage"][at] == rows.columns_R["advantage"][row]
     assert held == {row: float(row) for row in computed.tolist()}
-
-
-def vars_of(rows):
-    return {name: getattr(rows, name) for name in type(rows).__dataclass_fields__}
-
-
-def same(one, other):
-    if isinstance(one, dict):
-        assert one.keys() == other.keys()
-        for name in one:
-            same(one[name], other[name])
-    elif isinstance(one, RolloutTokens | SamplingMask):
-        same(vars_of(one), vars_of(other))
-    elif one is None:
-        assert other is None
-    else:
-        assert one.dtype == other.dtype and one.tolist() == other.tolist()

@@ -16,8 +16,6 @@ if __name__ == "__main__":
 
 from rigs.worlds.servers import openenv
 
-START_S = 30.0
-
 
 def free_port() -> int:
     """One of loopback that nobody has."""

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import os
 import signal
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -19,8 +18,6 @@ from operators.engine.results import PromptStart
 from operators.models.errors import ModelError
 
 pytestmark = pytest.mark.usefixtures("forked")
-
-ROOT = Path(__file__).parents[4]
 
 
 def start() -> PromptStart:
