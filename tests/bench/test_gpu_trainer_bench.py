@@ -49,18 +49,6 @@ def test_every_way_of_a_step_runs_without_a_gpu(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
-def test_both_graphs_run_without_a_gpu(tmp_path):
-    path = tmp_path / "gpu.jsonl"
-    assert gpu.main(["--device", "cpu", "--tiny", "--only", "shared", "--json", str(path)]) == 0
-    found = {row["system"]: row for row in rows(path)}
-    assert list(found) == ["sync", "async"]
-    assert found["sync"]["staleness"] == 0 and all(
-        row["rollouts_per_s"] > 0 for row in found.values()
-    )
-
-
-@pytest.mark.slow
 def test_a_way_that_fails_is_a_row_and_the_others_go_on(tmp_path, monkeypatch):
     right = gpu_trainer.step_figures
 

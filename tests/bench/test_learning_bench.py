@@ -2,8 +2,6 @@
 of the same seed.
 """
 
-import json
-
 import pytest
 
 from bench.learning import __main__ as learning
@@ -12,18 +10,6 @@ from bench.learning.figures import curve_of
 from operators import Prompts
 
 ROWS = [{"prompt": f"{n}+1=", "answer": str(n + 1)} for n in range(10)]
-
-
-def run_line(system, seed, accuracy, **more):
-    curve = json.dumps([(0, 0.4), (512, accuracy)])
-    return {
-        "case": "calculator",
-        "system": system,
-        "seed": seed,
-        "accuracy": accuracy,
-        "curve": curve,
-        **more,
-    }
 
 
 def test_every_named_algorithm_is_a_graph_that_can_run(policy):
@@ -42,40 +28,6 @@ def test_every_named_algorithm_is_a_graph_that_can_run(policy):
         graph.check()
         trained = [operator.name for operator in graph.operators.values() if operator.trains]
         assert trained == (["trainer", "critic"] if name == "ppo" else ["trainer"])
-
-
-def test_finished_runs_are_not_made_again_and_failed_ones_are(tmp_path, monkeypatch, capsys):
-    made = []
-
-    def measure(name, seed, options):
-        made.append((seed, name))
-        if name == "rloo" and len(made) < 4:
-            return {"failed": "exit status 1"}
-        return {
-            key: value
-            for key, value in run_line(name, seed, 0.5).items()
-            if key in ("accuracy", "curve")
-        }
-
-    monkeypatch.setattr(learning, "measure", measure)
-    monkeypatch.setattr(learning, "_policies", lambda options, names: ("policy", "policy"))
-    path = tmp_path / "lines.jsonl"
-    common = ["--json", str(path), "--only", "aipo-0", "rloo", "--resume"]
-    assert learning.main([*common, "--seeds", "1"]) == 1
-    assert learning.main([*common, "--seeds", "2"]) == 1
-    assert learning.main([*common, "--seeds", "2"]) == 0
-    assert made == [
-        (0, "aipo-0"),
-        (0, "rloo"),
-        (0, "rloo"),
-        (1, "aipo-0"),
-        (1, "rloo"),
-        (0, "rloo"),
-    ]
-    assert {(line["seed"], line["system"]) for line in learning.finished(path)} == set(made)
-    assert (
-        "rloo 0.500" in path.with_suffix(".svg").read_text() and "aipo-0" in capsys.readouterr().out
-    )
 
 
 @pytest.mark.slow

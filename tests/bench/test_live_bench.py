@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 
 from bench.live import scale
-from bench.live.clients import Clients, Done, PageClient
 from bench.live.intervals import NONE
 from bench.live.large import write
 
@@ -40,24 +39,6 @@ def windows(slower: float, noise: float, count: int, pieces: int = 1) -> Iterato
 
 def rate(window: Any) -> float:
     return float(window["steps_per_s"])
-
-
-def test_a_page_without_a_browser_asks_for_what_the_scripts_ask(tmp_path: Path) -> None:
-    with scale.served(write(tmp_path, 50, 200), 50) as port:
-        client = PageClient(f"http://127.0.0.1:{port}/{scale.TOKEN}/")
-        client.load()
-        assert (
-            client.done.failed == 0 and client.done.answers == 12 and client.done.received > 50_000
-        )
-        client.look(10.0)
-        assert client.done.failed == 0 and client.done.answers == 16
-        client.look(10.5)
-        assert client.done.answers == 17, "series come every two seconds"
-        names = json.loads(client.get("api/names"))["series"]
-        assert sum(each["first"] for each in names) >= 6
-        clients = Clients(f"http://127.0.0.1:{port}/{scale.TOKEN}/")
-        clients.load()
-        assert clients.show("0").failed == 0 and clients.show("0") == Done()
 
 
 @pytest.mark.slow

@@ -8,7 +8,6 @@ import pytest
 
 from bench.real import __main__ as real
 from bench.real import parity as parity_of
-from bench.real import runs
 from bench.real.task import task_of
 
 ROWS = [{"prompt": f"{n}+1=", "answer": str(n + 1)} for n in range(10)]
@@ -49,33 +48,6 @@ def test_every_arm_is_a_graph_that_can_run_and_differs_in_staleness_and_loss_alo
     assert losses == {
         name: "rloo" if name == "uncorrected-8" else "aipo(rho=4.0)" for name in parity_of.ARMS
     }
-
-
-def test_finished_runs_are_not_made_again_failed_ones_are_and_other_settings_are_refused(
-    given, tmp_path, monkeypatch, capsys
-):
-    made = []
-
-    def figures_of(module, names, flags, **more):
-        made.append(tuple(names))
-        return {"failed": "exit status 1"} if len(made) == 2 else line(names[1], int(names[2]), 0.5)
-
-    monkeypatch.setattr(runs, "figures_of", figures_of)
-    common = ["--parity", *given, "--seeds", "1", "--only", "aipo-0", "aipo-8"]
-    assert real.main(common) == 1
-    assert real.main(common) == 0
-    assert made == [("parity", name, "0") for name in ("aipo-0", "aipo-8", "aipo-8")]
-    path = tmp_path / "lines.jsonl"
-    lines = [json.loads(each) for each in path.read_text().splitlines()]
-    assert {(each["system"], each["seed"]) for each in lines} == {("aipo-0", 0), ("aipo-8", 0)}
-    assert all(each["processor"] and each["threads"] and each["torch"] for each in lines)
-    assert (
-        "aipo-8 0.500" in path.with_suffix(".svg").read_text()
-        and "standard error" in capsys.readouterr().out
-    )
-    with pytest.raises(SystemExit, match="give another --json FILE"):
-        real.main([*common, "--lr", "1e-3"])
-    assert runs.finished(path, "parity", lines[0]["setting"]), "a refusal leaves the file as it is"
 
 
 @pytest.mark.slow

@@ -24,7 +24,6 @@ from dataflow.draw import DeviceFrame, draw, mimebundle, render_svg, reward_curv
 from dataflow.draw.geometry import BackEdge, ForwardEdge, Rect, Size
 from dataflow.draw.layout import arrange
 from dataflow.draw.picture import read
-from dataflow.draw.svg import frame_pieces
 from dataflow.draw.timeline import timeline_svg
 from dataflow.errors import GraphError
 from dataflow.model import Model
@@ -208,28 +207,6 @@ def on_border(rect: Rect, point: tuple[float, float]) -> bool:
     return rect.left < point[0] < rect.right and point[1] in (rect.top, rect.bottom)
 
 
-def test_parallel_back_edges_keep_apart() -> None:
-    size = Size(width=80, height=40)
-    names = ["a", "b", "c", "d"]
-    links = [ForwardEdge(tail=tail, head=head) for tail, head in itertools.pairwise(names)]
-    backs = [
-        BackEdge(tail="d", head="a"),
-        BackEdge(tail="d", head="b"),
-        BackEdge(tail="c", head="a"),
-    ]
-    layout = arrange(dict.fromkeys(names, size), links, backs)
-    assert len({(route.label[1]) for route in layout.backs}) == 3
-
-
-def test_a_frame_in_two_places_holds_no_foreign_box() -> None:
-    def square(x: float, y: float = 0) -> Rect:
-        return Rect(left=x, right=x + 10, top=y, bottom=y + 10)
-
-    assert frame_pieces([square(0), square(40)], [square(20)], reach=100) == [square(0), square(40)]
-    joined = frame_pieces([square(0), square(20), square(0, 20)], [square(60)], reach=15)
-    assert joined == [Rect(left=0, right=30, top=0, bottom=30)]
-
-
 # --- what a picture shows
 
 
@@ -249,15 +226,6 @@ def test_svg_shows_operators_knobs_new_columns_and_staleness() -> None:
     assert texts(svg, "note") == ["policy · max_staleness=4"]
     assert texts(svg, "legend") == ["rows of prompts", "rows of held_out", "weights"]
     assert texts(svg, "heading") == ["AIPO"]
-
-
-def test_streams_are_told_apart_only_where_there_are_several() -> None:
-    assert 'class="link stream1"' in render_svg(aipo_with_evaluation())
-    graph = nx.MultiDiGraph()
-    nodes(graph, Prompts(name="a"), Score(name="b"))
-    data(graph, "a", "b", "a", "x")
-    single = render_svg(graph)
-    assert 'class="link stream"' in single and texts(single, "legend") == []
 
 
 def test_frames_are_drawn_in_each_format_and_unknown_nodes_ignored(tmp_path: Path) -> None:
@@ -503,18 +471,6 @@ def test_no_word_of_the_curve_lies_on_a_line(rise: float, reward: float) -> None
                 assert not (left < x < right and top < y < bottom), "a line runs through it"
     for (a, b, c, d), (e, f, g, h) in itertools.combinations(boxes, 2):
         assert not (a < f and e < b and c < h and g < d), "two words stand on one place"
-
-
-def test_the_curve_has_a_line_with_its_words_where_something_changed() -> None:
-    metrics = [{"step": step, "reward_mean": step / 100} for step in range(1, 61)]
-    svg = reward_curve_svg(
-        metrics, marks=[(0, "a < b"), (30, "reward = rewards:strict"), (999, "later")]
-    )
-    assert {"a < b", "reward = rewards:strict", "later"} <= set(texts(svg))
-    assert svg.count('class="grid changed"') == 3
-    assert (
-        ElementTree.fromstring(reward_curve_svg([], marks=[(3, "of no step")])).tag == f"{SVG}svg"
-    )
 
 
 # --- the time line

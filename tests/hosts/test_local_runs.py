@@ -23,8 +23,6 @@ from dataflow.agent.rendezvous import KEYS_FILE, Rendezvous
 from dataflow.folder.faults import FILE
 from dataflow.folder.ledger import Ledger
 from dataflow.folder.run_folder import RunFolder
-from dataflow.live.looks import Looks
-from dataflow.scheduler.requests import ask_for_facts
 from dataflow.system.child import ROOT
 
 PROGRAM = Path(__file__).parent / "local_program.py"
@@ -151,43 +149,6 @@ def test_a_run_over_local_agents_ends_as_on_one_host_and_leaves_nothing(start: S
     assert placed >= {"agent-h1", "agent-h2", "generator-0", "trainer-0"}
     assert "forkserver" not in placed
     wait_until(lambda: not alive(family), 10.0, "the end of all processes")
-
-
-@pytest.mark.parametrize(
-    ("bound", "paces"),
-    [
-        ("generator", ("--generator-s", "0.03", "--trainer-s", "0.06", "--place", PLACE)),
-        pytest.param(
-            "trainer",
-            (
-                "--generator-s",
-                "0.02",
-                "--trainer-s",
-                "0.4",
-                "--replicas",
-                "generator=2",
-                "--place",
-                "generator=h1+h2,trainer=h2",
-            ),
-        ),
-    ],
-)
-@pytest.mark.slow
-@pytest.mark.timeout(300)
-def test_doctor_and_page_name_the_node_that_bounds_a_run_over_hosts(
-    start: Start, bound: str, paces: tuple[str, ...]
-) -> None:
-    """A generator of 30 ms a group makes a step's eight in 240 ms, two of 20 ms in 80."""
-    run = start("--on", "local:2", "--quiet", "--size", "0", *paces)
-    run.further(12)
-    page = Looks(run.folder, ask_for_facts)
-    wait_until(lambda: page.look()["bottleneck"] == bound, WAIT_S, f"'{bound}' to be named")
-    assert f"'{bound}' is the slowest part, busy" in " ".join(ask(run, "doctor").split())
-    ask(run, "stop")
-    run.process.wait(60)
-    run.is_clean()
-    assert f"bounded by {bound}" in ask(run, "show")
-    assert Looks(run.folder, ask_for_facts).look()["bottleneck"] == bound, "from its folder alone"
 
 
 @pytest.mark.slow
@@ -473,19 +434,3 @@ def test_a_program_that_is_not_built_on_a_host_ends_the_run_with_its_reason(
     assert run.process.wait(60) == 1
     assert re.search(said, run.said()), run.said()
     wait_until(lambda: not alive(family), 10.0, "the end of all processes")
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(120)
-def test_a_plan_that_is_refused_ends_the_agents_and_leaves_no_folder(
-    start: Start, tmp_path: Path
-) -> None:
-    run = start("--on", "local:1", "--quiet", "--place", "generator=h7")
-    family: set[int] = set()
-    wait_until(
-        lambda: family.update(descendants(run.process.pid)) or len(family) > 1, WAIT_S, "the agent"
-    )
-    assert run.process.wait(60) == 1
-    assert "h7" in run.said() and "GraphError" in run.said()
-    assert not [path for path in (tmp_path / "runs").iterdir() if path.is_dir()]
-    wait_until(lambda: not alive(family), 10.0, "the end of the agent")

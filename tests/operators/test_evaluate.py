@@ -232,16 +232,6 @@ def test_metrics_tell_of_each_round_that_the_ledger_has_and_of_no_other_wherever
     assert crashing.ledger.last_round("eval") == 0
 
 
-def test_an_evaluation_whose_file_is_gone_goes_on_without_its_line(crashing: Crashing) -> None:
-    crashing.push(_held_out(0), _held_out(1))
-    crashing.run()
-    crashing.folder.metrics.unlink()
-    crashing.folder.rollouts_of().evaluation_file(0).unlink()
-    crashing.start()
-    assert crashing.runtime.status()["round"] == 0
-    assert crashing.folder.read_metrics() == []
-
-
 def test_what_is_left_of_a_round_that_was_given_up_is_in_no_later_one(crashing: Crashing) -> None:
     crashing.push(_held_out(0))
     crashing.ledger.drop("eval", "held_out", {0: "round cut off", 1: "round cut off"})

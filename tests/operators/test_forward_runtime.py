@@ -19,7 +19,6 @@ from rigs.forwards import (
 from rigs.heads import classifier
 
 from dataflow import Model
-from dataflow.limits import Limits
 from dataflow.records import version_column
 from dataflow.staleness import Bound
 from operators import Logprobs, Values
@@ -201,19 +200,6 @@ def test_rows_of_an_unbounded_source_never_wait(critic: Model) -> None:
     rig.push(rollouts(7, version=5), source="held_out")
     rig.run()
     assert ids(rig) == [[7]]
-
-
-def test_the_wait_begins_anew_when_something_happens(critic: Model) -> None:
-    plane = Versions()
-    rig = forwarding(Values(critic), plane=plane)
-    plane.offer(0)
-    rig.push(rollouts(6, version=3))
-    for version in (1, 2):
-        rig.clock.now += Limits().slice_s - 1
-        plane.offer(version)
-        assert not rig.step()
-    rig.clock.now += 2
-    assert not rig.step()
 
 
 # The rule

@@ -198,15 +198,6 @@ def test_a_function_turns_one_row_into_none_one_or_many_prompts() -> None:
     assert table.column(PROMPT_ID).to_pylist() == ["0.0", "0.1", "2.0"]
 
 
-def test_a_function_may_return_a_text_and_columns_of_its_own() -> None:
-    assert texts(build(Prompts([1, 2], rows=lambda row: f"{row}!", epochs=1))) == ["1!", "2!"]
-    made = Prompts(
-        [1, 2], rows=lambda row: {"prompt": "p", "half": row / 2}, columns=("half",), epochs=1
-    )
-    assert made.extra_columns() == {"half": pa.float64()}
-    assert issued(build(made)).column("half").to_pylist() == [0.5, 1.0]
-
-
 def test_ids_come_from_a_column_and_from_the_row_that_was_expanded() -> None:
     rows = [{"id": "x", "of": ["a", "b"]}, {"id": "y", "of": ["c"]}]
     prompts = Prompts(rows, rows=lambda row: row["of"], id_column="id", epochs=1)
@@ -561,28 +552,6 @@ def test_an_open_round_is_issued_once_more_on_demand() -> None:
     assert [group for group, _ in ledger.issued] == [*range(32), *range(40)]
 
 
-@pytest.mark.parametrize("again", [{}, {"again": True}])
-def test_a_round_that_is_recorded_is_not_issued_whoever_asks(again: dict[str, bool]) -> None:
-    """A scheduler that has just taken over may not have heard of it, and a source that restarted of
-    nothing.
-    """
-    ledger = Ledger()
-    ledger.judged = 50
-    runtime = build(Prompts(ROWS, name="held_out"), on_demand=True, ledger=ledger)
-    runtime.tell({"evaluate": 50, **again})
-    assert runtime.pending() == 0 and runtime.work() is None and not ledger.issued
-    runtime.tell({"evaluate": 60})
-    assert len(texts(runtime)) == len(ledger.issued) > 0
-
-
-def test_epochs_end_the_source() -> None:
-    runtime = build(Prompts(ROWS, epochs=2))
-    assert runtime.status()["done"] == 0
-    assert len(texts(runtime)) == 10
-    assert runtime.status()["done"] == 1
-    assert runtime.work() is None
-
-
 def test_the_ledger_knows_of_a_group_before_it_leaves() -> None:
     ledger = Ledger()
     (batch,) = build(Prompts(ROWS, epochs=1), ledger=ledger).work() or []
@@ -606,16 +575,6 @@ def test_draining_ends_the_source() -> None:
     runtime.tell({"drain": True})
     assert runtime.work() is None
     assert runtime.status()["done"] == 1
-
-
-def test_a_declaration_shows_its_knobs() -> None:
-    prompts = Prompts(ROWS, columns=("answer",), shuffle_seed=1, rows=str)
-    assert prompts.knobs() == {
-        "source": "list",
-        "columns": ("answer",),
-        "shuffle_seed": 1,
-        "rows": "str",
-    }
 
 
 @pytest.mark.parametrize("on_demand", [False, True])

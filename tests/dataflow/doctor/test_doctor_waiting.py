@@ -76,14 +76,6 @@ def test_a_full_edge_makes_its_producer_wait_for_its_consumer() -> None:
     )
 
 
-def test_a_blocked_node_without_a_full_edge_waits_for_those_in_trouble_first() -> None:
-    facts = run(
-        generator={"state": "blocked"},
-        reward={"workers": (worker("reward-0", "reward", **STOPPED),)},
-    )
-    assert ("generator", "reward") in pairs(facts)
-
-
 def test_an_empty_source_is_what_everything_waits_for() -> None:
     facts = run(prompts={"for_s": 71.0})
     assert pairs(facts) == {
@@ -117,16 +109,6 @@ def test_a_worker_that_runs_and_does_not_answer_is_told_apart_from_a_stopped_one
         trouble(worker("a-0", "a", silent_s=7.0, proc="R"))
         == "does not answer (state R in /proc), for 7.0 s now"
     )
-
-
-def test_one_replica_in_trouble_while_the_others_work_says_that_they_carry_on() -> None:
-    both = (worker("generator-0", "generator"), worker("generator-1", "generator", **STOPPED))
-    at_work: dict[str, Any] = {
-        name: {"state": "working"} for name in ("prompts", "reward", "trainer")
-    }
-    facts = run(generator={"state": "working", "workers": both}, still_s=0.1, **at_work)
-    assert verdict(facts).startswith("Something is the matter with 'generator': generator-1")
-    assert verdict(facts).endswith("the others carry on.")
 
 
 def test_a_trainer_waits_for_the_group_that_is_being_generated_and_for_its_worker() -> None:
@@ -168,16 +150,6 @@ def test_the_first_evaluation_pauses_training_and_what_it_waits_for_is_the_root(
         == "it is paused until the first evaluation is done"
     )
     assert verdict(facts).startswith("Everything waits for 'generator', which is at work")
-
-
-def test_the_last_evaluation_waits_for_its_own_prompts_though_others_are_held_back() -> None:
-    facts = run(
-        phase="last_evaluation",
-        trainer={"state": "done", "version": 300},
-        prompts={"state": "done"},
-        generator={"held_back": 5, "version": 300},
-    )
-    assert ("generator", "held_out") in pairs(facts)
 
 
 def test_weights_that_were_not_adopted_are_named_with_both_versions() -> None:

@@ -6,12 +6,10 @@ import os
 import re
 import shutil
 import sqlite3
-import sys
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from dataflow.folder.ledger import Ledger, LedgerError, PlannedStep, schema
@@ -115,29 +113,6 @@ def test_a_refused_step_leaves_no_trace(ledger: Ledger) -> None:
     commit(ledger, 2, [1, 2, 3])
 
 
-def test_a_group_that_was_never_issued_gets_no_outcome_and_no_state(ledger: Ledger) -> None:
-    issue(ledger, 2)
-    with pytest.raises(LedgerError, match=r"group 2 of 'prompts', which was never issued"):
-        commit(ledger, 1, [0, 2])
-    with pytest.raises(
-        LedgerError, match=r"groups \[7, 8\] of 'prompts' were never issued \(the next one is 2\)"
-    ):
-        ledger.advance("prompts", [1, 7, 8], "scored")
-    with pytest.raises(LedgerError, match="never issued"):
-        ledger.reissue("prompts", [-1])
-    assert ledger.counts("actor").in_flight == {"issued": 2}
-
-
-def test_states_only_move_forward_so_a_redelivery_changes_nothing(ledger: Ledger) -> None:
-    issue(ledger, 3)
-    ledger.advance("prompts", [0, 1], "scored")
-    for state in STATES[1:]:
-        ledger.advance("prompts", np.array([0, 1]), state)
-    assert ledger.counts("actor").in_flight == {"issued": 1, "scored": 2}
-    with pytest.raises(LedgerError, match="cannot advance to 'trained'"):
-        ledger.advance("prompts", [0], "trained")
-
-
 def test_going_back_to_a_checkpoint_puts_later_groups_in_flight_and_plans_their_repetition(
     ledger: Ledger,
 ) -> None:
@@ -161,33 +136,6 @@ def test_going_back_to_a_checkpoint_puts_later_groups_in_flight_and_plans_their_
         commit(ledger, planned.step, planned.trained, dropped=planned.dropped)
     assert ledger.replay_plan("actor") == []
     assert ledger.counts("actor").trained == 6
-
-
-def test_a_second_crash_during_the_repetition_still_knows_the_whole_plan(ledger: Ledger) -> None:
-    issue(ledger, 6)
-    for step in range(1, 6):
-        commit(ledger, step, [step])
-    plan = ledger.roll_back_to(1, "actor")
-    commit(ledger, 2, plan[0].trained)
-    assert [planned.step for planned in ledger.roll_back_to(1, "actor")] == [2, 3, 4, 5]
-
-
-def test_the_plan_ends_where_the_new_line_went_another_way(ledger: Ledger) -> None:
-    issue(ledger, 6)
-    for step in range(1, 5):
-        commit(ledger, step, [step])
-    ledger.roll_back_to(1, "actor")
-    commit(ledger, 2, [3])
-    assert ledger.replay_plan("actor") == []
-    assert [planned.trained for planned in ledger.roll_back_to(1, "actor")] == [(3,)]
-
-
-def test_going_back_touches_no_other_trainer(ledger: Ledger) -> None:
-    issue(ledger, 2)
-    commit(ledger, 1, [0, 1], node="actor")
-    commit(ledger, 1, [0, 1], node="critic")
-    ledger.roll_back_to(0, "actor")
-    assert (ledger.counts("actor").trained, ledger.counts("critic").trained) == (0, 2)
 
 
 def test_what_is_no_ledger_is_refused_with_a_reason(tmp_path: Path) -> None:
@@ -264,33 +212,6 @@ def reads_for_ever(path: Path) -> sqlite3.Connection:
     return db
 
 
-def test_who_reads_holds_no_flush_up_and_what_was_flushed_is_all_that_was_committed(
-    ledger: Ledger, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """On the disk are the database as SQLite last flushed it, and the files that a flush was asked
-    for: as after a cut of the power.
-    """
-    issue(ledger, 8)
-    ledger._db.execute("PRAGMA wal_checkpoint(TRUNCATE)")
-    disk = tmp_path / "disk"
-    disk.mkdir()
-    shutil.copy(ledger.path, disk)
-    monkeypatch.setattr(
-        sys.modules["dataflow.folder.ledger.ledger"],
-        "flush_to_disk",
-        lambda path: None if path.is_dir() else shutil.copy(path, disk),
-    )
-    with contextlib.closing(reads_for_ever(ledger.path)) as reader:
-        for step in (1, 2, 3):
-            commit(ledger, step, [2 * step, 2 * step + 1])
-            ledger.flush()
-            with Ledger.open(disk / ledger.path.name) as found:
-                assert found.last_step("actor") == step
-        assert reader.execute("SELECT count(*) FROM steps").fetchone() == (0,), (
-            "it still reads what it began with"
-        )
-
-
 def test_the_log_is_cut_when_who_read_for_long_has_ended(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -348,21 +269,6 @@ def test_a_round_of_several_sources_is_recorded_whole_or_not_at_all(ledger: Ledg
     assert ledger.counts("evaluate").evaluated == 0
     ledger.commit_round("evaluate", 5, {"held_out": range(3), "other": [0]})
     assert (ledger.counts("evaluate").evaluated, ledger.last_round("evaluate")) == (4, 5)
-
-
-def test_the_fate_of_a_group_is_told_sink_by_sink(ledger: Ledger) -> None:
-    issue(ledger, 3)
-    commit(ledger, 1, [0], node="actor")
-    ledger.drop("critic", "prompts", {0: "stale"})
-    assert [str(fate) for fate in ledger.fates("prompts", 0)] == [
-        "trained by actor at step 1",
-        "dropped by critic (stale)",
-    ]
-    assert ledger.fates("prompts", 1) == []
-    assert ledger.sources("evaluate") == ["held_out"] and ledger.sources() == [
-        "held_out",
-        "prompts",
-    ]
 
 
 def test_a_damaged_page_is_found(ledger: Ledger) -> None:

@@ -16,7 +16,6 @@ import pytest
 import zmq
 from rigs.ending import at_end
 
-from dataflow import Graph, verify
 from dataflow.errors import DeadlineError, Replaced, RunError
 from dataflow.folder.ledger import Ledger, LedgerError
 from dataflow.folder.ledger.calls import Advance, CommitStep, Issue
@@ -39,13 +38,8 @@ from dataflow.folder.ledger_service.process import LedgerProcess
 from dataflow.folder.ledger_service.service import LedgerService
 from dataflow.folder.run_folder import RunFolder
 from dataflow.folder.run_hold import held
-from dataflow.history.describe import consumers, describe, graph_facts, plan_facts
-from dataflow.runner import make_plan
-from dataflow.scheduler.inline import InlineRun
 from dataflow.system.files import RunFolderError
 from dataflow.system.security import RunKeys
-from dataflow.testing import FakeGenerator, FakePrompts, FakeTrainer
-from dataflow.worker.host import Settings
 
 KEYS = RunKeys.make()
 
@@ -111,33 +105,6 @@ def test_a_client_is_of_one_process_and_one_thread_but_for_flushes(
     thread.start()
     thread.join(20)
     assert found and found[0]
-
-
-@pytest.mark.slow
-def test_what_is_written_while_the_service_falls_is_made_once(
-    path: Path, service: LedgerProcess
-) -> None:
-    """Killed about when a commit comes, sooner or later each time; who is between it and the
-    scheduler starts it.
-    """
-    trainer = client(path, service)
-    trainer.issue("prompts", [(group, str(group)) for group in range(400)])
-
-    def kill() -> None:
-        for pid in children(service._process.pid):
-            os.kill(pid, signal.SIGKILL)
-
-    for number in range(1, 6):
-        killer = threading.Timer(0.001 * number, kill)
-        killer.start()
-        step(trainer, number, [number])
-        trainer.advance("prompts", [number + 100], "generated")
-        killer.join()
-    assert [each.trained for each in trainer.steps("trainer")] == [
-        (number,) for number in range(1, 6)
-    ]
-    assert trainer.counts("trainer").in_flight["generated"] == 5
-    service.check()
 
 
 def test_a_service_that_is_stopped_is_waited_for_and_one_that_stays_away_is_told_of(
@@ -355,18 +322,6 @@ def test_a_service_whose_run_was_taken_over_ends_and_the_scheduler_is_told(path:
             trainer.issue("prompts", [(0, "a")])
 
 
-def test_who_was_replaced_puts_no_file_in_its_place(path: Path, service: LedgerProcess) -> None:
-    folder = path.parent
-    old = client(path, service)
-    (folder / "rollouts").mkdir()
-    at, mine = folder / "rollouts" / "step-1", old.placing.aside(folder / "rollouts" / "step-1")
-    mine.write_text("old")
-    client(path, service, attempt=1)
-    with pytest.raises(Replaced, match="may write nothing any more"):
-        old.placing.place(mine, at, None)
-    assert not at.exists()
-
-
 def test_a_trainer_that_was_replaced_shows_neither_rollouts_nor_a_checkpoint(
     path: Path, service: LedgerProcess
 ) -> None:
@@ -394,31 +349,6 @@ def test_a_trainer_that_was_replaced_shows_neither_rollouts_nor_a_checkpoint(
     assert (half / "commit.json").exists(), "it was about to be shown"
     new.checkpoints.clear(3)
     assert not half.exists()
-
-
-def test_a_run_whose_ledger_another_process_has_open_is_clean(tmp_path: Path) -> None:
-    """All of it in one process, with files and entries by way of the service."""
-    g = Graph("tiny")
-    trainer = FakeTrainer(prompts_per_step=2)
-    trainer(FakeGenerator()(g.source(FakePrompts())))
-    plan = make_plan(g, steps=3, one_process=True)
-    folder = RunFolder.create(tmp_path, "tiny")
-    with Ledger.create(folder.ledger, consumers(g)) as ledger:
-        describe(folder, ledger, graph_facts(g), {"seed": 0, "steps": 3, **plan_facts(g, plan)})
-    made = LedgerProcess()
-    at_end(made.close)
-    made.serve(folder.ledger, f"ipc://{tmp_path}/ledger")
-    running = InlineRun(g, plan, Settings(folder=str(folder.path), steps=3, ledger=made.address))
-    assert isinstance(running.host.ledger, LedgerClient)
-    running.start()
-    running.run()
-    running.close()
-    made.close()
-    verdict = verify(folder.path)
-    assert verdict.clean, verdict.line
-    assert [line["step"] for line in folder.read_metrics()] == [1, 2, 3]
-    assert [number for number, _ in folder.rollouts_of().files("step")] == [1, 2, 3]
-    assert not list(folder.path.rglob("*.placing"))
 
 
 def test_files_and_folders_are_put_in_place_once_and_stay_in_the_run_folder(

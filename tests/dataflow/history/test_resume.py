@@ -20,7 +20,7 @@ from dataflow.folder.ledger import Ledger, LedgerError
 from dataflow.folder.run_folder import RunFolder
 from dataflow.folder.run_lock import FILE, UnderWay, held
 from dataflow.history.describe import graph_facts
-from dataflow.history.launch import Launch, check_flags, plain_flag, recorded_launch, this_launch
+from dataflow.history.launch import Launch, plain_flag, recorded_launch, this_launch
 from dataflow.history.resume import (
     CUT_OFF,
     RecordedRun,
@@ -269,32 +269,6 @@ def test_a_program_is_started_again_as_it_was_with_this_interpreter(tmp_path: Pa
     script = tmp_path / "train.py"
     script.touch()
     assert Launch(file=str(script), folder=str(tmp_path)).command() == [sys.executable, str(script)]
-
-
-def test_a_program_that_was_moved_is_named(tmp_path: Path) -> None:
-    for launch, what in (
-        (
-            Launch(file=str(tmp_path / "gone.py"), folder=str(tmp_path)),
-            r"gone\.py', which is not there any more",
-        ),
-        (
-            Launch(module="no_such_module.train", folder=str(tmp_path)),
-            "module 'no_such_module.train', which is not",
-        ),
-        (
-            Launch(module="graphs.aipo", folder=str(tmp_path / "gone")),
-            r"gone', which is not there any more",
-        ),
-    ):
-        with pytest.raises(RunError, match=what):
-            launch.command()
-
-
-def test_other_flags_are_refused_by_name() -> None:
-    launch = Launch(flags={"policy": "p", "max_staleness": 0, "path": "a"})
-    check_flags(launch, {"policy": "p", "max_staleness": 0, "path": Path("a"), "new": 1})
-    with pytest.raises(GraphError, match="--max-staleness was 0 and is 3; leave them as they were"):
-        check_flags(launch, {"policy": "p", "max_staleness": 3})
 
 
 def test_a_run_knows_how_it_was_started_and_says_how_to_go_on(

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from under_way import told
 
-from dataflow.errors import DeadlineError, RunError
+from dataflow.errors import RunError
 from dataflow.folder.run_folder import RunFolder
 from dataflow.live.looks import Looks
 from dataflow.live.marks import Marks
@@ -64,37 +64,6 @@ def test_charts_are_new_with_each_point_every_two_seconds_and_with_less_than_one
     assert [shown(9.9, 1), shown(0.1, 0)] == [1202, 1203]
 
 
-def test_what_is_no_number_is_told_as_missing_and_a_line_of_anything_is_passed_over(
-    folder: RunFolder,
-) -> None:
-    metrics = Metrics(folder)
-    for line in (
-        {},
-        {"step": None},
-        {"step": "1"},
-        {"step": True},
-        {"step": 1e400},
-        {"step": float("nan")},
-    ):
-        metrics.take(line)
-    assert metrics.changes == 0
-    metrics.take(
-        {
-            "step": 1,
-            "node": "t",
-            "kl": 0.5,
-            "x": [1],
-            "y": "z",
-            "deep": {"a": {"b": {"c": {"d": 1}}}},
-        }
-    )
-    metrics.take({"step": 2, "node": "t", "kl": None, "big": 10**400})
-    assert [each["key"] for each in metrics.names()] == ["t/kl"]
-    assert metrics.points("t/kl", 10)["missing"] == 1
-    with pytest.raises(LookupError, match="no series"):
-        metrics.points("t/none", 10)
-
-
 def test_a_run_under_way_is_told_by_its_scheduler_once_for_all_who_ask(folder: RunFolder) -> None:
     now, asked = [100.0], []
     answers = iter([told(10, 1.0), told(30, 2.0), told(5, 0.1)])
@@ -130,39 +99,6 @@ def test_a_run_under_way_is_told_by_its_scheduler_once_for_all_who_ask(folder: R
     now[0] += 2.0
     node = next(n for n in looks.look()["nodes"] if n["name"] == "generator")
     assert node["shares"] is None, "its worker counts from nothing again"
-
-
-def test_a_run_that_nobody_leads_is_told_from_its_folder(folder: RunFolder) -> None:
-    def silent(where: RunFolder, patience_s: float) -> Mapping[str, Any]:
-        raise DeadlineError("it has not answered")
-
-    def gone(where: RunFolder, patience_s: float) -> Mapping[str, Any]:
-        raise RunError("takes no commands")
-
-    for seconds in (0.0, 4.0):
-        said = {
-            "rows_in": seconds,
-            "rows_out": 2 * seconds,
-            "busy": seconds / 2,
-            "measured": seconds,
-            "waiting": seconds / 2,
-        }
-        folder.note_activity(seconds, {"generator": {"replicas": 1, **said}})
-    assert Looks(folder, gone).look()["state"] == "not finished"
-    folder.write_json("times.json", {"outcome": "finished", "seconds": 904.0})
-    found = Looks(folder, gone).look()
-    assert "finished after 15:04 of training" in found["sentence"], (
-        "all parts of a run that was resumed"
-    )
-    assert found["state"] == "finished" and found["over_s"] == 4.0
-    node = next(n for n in found["nodes"] if n["name"] == "generator")
-    assert (
-        node["shares"] == {"busy": 0.5, "blocked": 0.0, "waiting": 0.5, "starved": 0.0}
-        and node["rows_out_s"] == 2.0
-    )
-    assert next(n for n in found["nodes"] if n["name"] == "prompts")["shares"] is None
-    silenced = Looks(folder, silent).look()
-    assert silenced["state"] == "silent" and "not answered" in silenced["sentence"]
 
 
 def test_a_folder_that_holds_nothing_is_shown_as_nothing(tmp_path: Any) -> None:

@@ -16,7 +16,6 @@ from dataflow import Graph, Model
 from dataflow.errors import RunError, WorkerDied
 from dataflow.folder.faults import FILE
 from dataflow.folder.run_folder import RunFolder
-from dataflow.limits import Patience
 from dataflow.planning.hosts import Devices
 from dataflow.planning.plan import plan
 from dataflow.scheduler import control
@@ -253,46 +252,6 @@ def test_a_worker_that_died_is_started_again_with_the_next_attempt_and_hears_all
     assert run.run.notices == ["worker held_out-0 died (SIGKILL), restarted after 0.2 s"]
 
 
-def test_a_receiver_that_died_is_started_again_for_as_many_senders_as_it_has(play: Any) -> None:
-    run = play().begin()
-    run.exits("generator-0")
-    run.turn()
-    run.restart("generator-0")
-    assert run.server.settings["generator-0"]["senders"] == dict.fromkeys(
-        Play.INLETS["generator"], 1
-    )
-    wire, start = run.to("generator-0")
-    assert wire.addresses == {
-        "generator>trainer:prompts": ["generator>trainer:prompts@trainer-0"],
-        "generator>eval:held_out": ["generator>eval:held_out@eval-0"],
-    }
-    assert start == Start()
-
-
-def test_a_worker_that_failed_is_started_again_once_its_process_is_gone(play: Any) -> None:
-    run = play().begin()
-    run.say("trainer-0", Failed, message="no memory")
-    for _ in range(4):
-        run.turn(1.0)
-        run.all_heartbeats()
-    assert run.server.spawned == [] and run.server.killed == []
-    run.exits("trainer-0", status=1)
-    run.turn()
-    run.all_heartbeats()
-    run.restart("trainer-0")
-    assert run.server.spawned == [("trainer-0", 1)]
-    assert run.faults()[0]["cause"] == "failed: no memory"
-
-
-def test_a_worker_that_failed_and_does_not_end_is_killed(play: Any) -> None:
-    run = play().begin()
-    run.say("trainer-0", Failed, message="no memory")
-    run.turn()
-    run.all_heartbeats()
-    run.turn(6.0)
-    assert run.server.killed == [("trainer-0", signal.SIGKILL)]
-
-
 def test_a_failure_that_a_restart_does_not_mend_ends_the_run_at_once(play: Any) -> None:
     run = play().begin()
     run.say("trainer-0", Failed, message="reward() in mine.py:3 returned nan", lasting=True)
@@ -362,21 +321,6 @@ def test_a_worker_that_hangs_or_is_stuck_is_killed_and_started_again_when_it_is_
     assert fault["cause"] == cause and fault["noticed_s"] == pytest.approx(silent_s)
 
 
-def test_the_last_words_of_an_attempt_count_no_more(play: Any) -> None:
-    run = play().begin()
-    run.exits("generator-0")
-    run.turn()
-    run.say("generator-0", Failed, message="too late")
-    run.turn()
-    run.restart("generator-0")
-    run.say("generator-0", Failed, attempt=0, message="too late")
-    run.say("generator-0", Ready, attempt=0)
-    run.heartbeat("generator-0", 7, attempt=0)
-    run.turn()
-    assert run.run.table.workers["generator-0"].life is Life.READY
-    assert run.run.heartbeats["generator-0"]["nodes"] == {}
-
-
 def test_words_for_one_that_is_away_wait_until_it_is_back_and_are_said_once(play: Any) -> None:
     run = play().begin()
     run.exits("prompts-0")
@@ -390,68 +334,7 @@ def test_words_for_one_that_is_away_wait_until_it_is_back_and_are_said_once(play
     assert told == [{"pause": False}]
 
 
-def test_sums_of_what_workers_did_do_not_go_backwards(play: Any) -> None:
-    run = play().begin()
-    run.heartbeat("generator-0", 8)
-    run.turn()
-    run.exits("generator-0")
-    run.turn()
-    assert run.run.heartbeats["generator-0"]["member"] == "restarting"
-    assert run.run.heartbeats["generator-0"]["nodes"]["generator"]["rows_in"] == 8
-    run.restart("generator-0")
-    run.heartbeat("generator-0", 3)
-    run.turn()
-    found = run.run.heartbeats["generator-0"]
-    assert (found["member"], found["nodes"]["generator"]["rows_in"]) == ("live", 11)
-    assert found["nodes"]["generator"]["seconds"]["busy"] == 11.0
-
-
 # The end of patience, and ends of the run
-
-
-def test_a_worker_that_fails_again_and_again_ends_the_run_with_every_cause_named(play: Any) -> None:
-    run = play(patience=Patience(of_one=3)).begin()
-    run.exits("generator-0")
-    run.turn()
-    run.restart("generator-0")
-    run.exits("generator-0", status=3)
-    run.turn()
-    run.turn(0.5)
-    run.say("generator-0", Failed, message="no such model")  # at its restart's start
-    run.turn()
-    run.exits("generator-0", status=1)
-    with pytest.raises(WorkerDied) as raised:
-        run.turn()
-    for said in (
-        "'generator-0' failed 3 times",
-        "died (SIGKILL)",
-        "ended with status 3",
-        "failed: no such model",
-    ):
-        assert said in str(raised.value)
-    run.run.close()
-    assert [fault["recovered_s"] is None for fault in run.faults()] == [False, True, True]
-
-
-def test_a_worker_that_dies_again_and_again_before_all_were_ready_once_ends_the_run(
-    play: Any,
-) -> None:
-    run = play()
-    run.run._apply(RunBegins())
-    with pytest.raises(
-        WorkerDied, match=r"'generator-0' failed 5 times .*died \(SIGKILL\) \(5 times\)"
-    ):
-        for _ in range(100):
-            run.exits("generator-0")
-            run.turn()
-            run.pass_time(1.0)
-    assert [attempt for name, attempt in run.server.spawned if name == "generator-0"] == [
-        0,
-        1,
-        2,
-        3,
-        4,
-    ]
 
 
 @pytest.mark.parametrize("error", ["WorkerDied", "ValueError"])

@@ -215,30 +215,6 @@ def test_a_worker_that_cannot_start_with_it_is_started_with_the_one_before(live:
     assert has_no_faults(live) and live.run.table.hopeless is None
 
 
-def test_a_worker_that_is_killed_while_it_starts_with_it_is_started_with_it_again(
-    live: Swapping,
-) -> None:
-    live.ask()
-    live.answers()
-    for _ in range(2):
-        live.exits("reward-0")
-        live.turn()
-        live.turn(0.5)
-    assert live.server.spawned[-1] == ("reward-0", 2) and live.told("reward-0") == [STRICT]
-    live.restart("reward-0", 0.0)
-    assert [fault["cause"] for fault in live.faults()] == ["died (SIGKILL)"], (
-        "the second death was none of a swap"
-    )
-    live.exits("reward-0")
-    live.turn()
-    live.turn(0.5)
-    assert live.told("reward-0") == [STRICT], "so is every later one"
-    live.exits("generator-0")
-    live.turn()
-    live.turn(0.5)
-    assert live.told("generator-0") == []
-
-
 def test_two_swaps_at_once_are_refused(live: Swapping) -> None:
     live.ask()
     live.ask()

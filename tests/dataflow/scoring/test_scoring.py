@@ -26,7 +26,6 @@ from dataflow.scoring.failure import RolloutFailure
 from dataflow.scoring.pool import Answer
 from dataflow.scoring.process import Encode
 from dataflow.scoring.runtime import Scoring
-from dataflow.scoring.signature import Noted
 from dataflow.scoring.values import pack
 
 
@@ -160,21 +159,6 @@ def test_rows_that_failed_before_are_passed_on_unscored(isolate: bool) -> None:
     assert scored.column(ERROR).to_pylist() == [None, "generator: no room", None]
 
 
-def test_a_group_function_sees_the_good_rows_alone(isolate: bool) -> None:
-    def share(reward: Array, completion: list[str]) -> Array:
-        return np.asarray(reward / reward.sum() + 10 * len(completion))
-
-    records = rows(
-        ["a", "b", "c", "d", "e", "f"],
-        3,
-        reward=pa.array([1.0, None, 3.0, None, None, None]),
-        **{ERROR: pa.array([None, "x", None, "y", "y", "y"], pa.string())},
-    )
-    scored = score(scorer(per="group", isolate=isolate)(share), records)
-    assert scored.column("share").to_pylist() == [20.25, None, 20.75, None, None, None]
-    assert scored.column(ERROR).to_pylist() == [None, "x", None, "y", "y", "y"]
-
-
 def test_a_group_that_fails_fails_whole_and_alone(isolate: bool) -> None:
     def credit(reward: Array) -> Any:
         if reward[0] == 0:
@@ -224,20 +208,6 @@ def test_numbers_per_token_travel_as_ragged_columns(isolate: bool) -> None:
 
     scored = score(scorer(per="group", isolate=isolate)(relative), records)
     assert scored.column("relative").to_pylist() == [[], [-1.0], [-3.0, -2.0], [-3.0, -2.0, -1.0]]
-
-
-@pytest.mark.parametrize(
-    ("annotation", "found"),
-    [(Array, "ndarray"), (list[int], "list"), (Any, "ndarray")],
-    ids=["Array", "list", "Any"],
-)
-def test_a_list_column_arrives_as_its_annotation_says(annotation: Any, found: str) -> None:
-    def kind(tokens: Any) -> str:
-        return type(tokens).__name__
-
-    kind.__annotations__["tokens"] = annotation
-    scored = score(scorer(isolate=False)(kind), rows(["a", "b"]))
-    assert scored.column("kind").to_pylist() == [found, found]
 
 
 def test_a_function_is_not_asked_about_rows_without_a_value_unless_it_takes_none(
@@ -351,15 +321,6 @@ def test_an_answer_for_several_rows_is_never_made_of_answers_for_some(
     errors = scored.column(ERROR).drop_null().to_pylist()
     assert len(errors) == 4 - 2 * (whole_groups[0] is not None)
     assert all(error.startswith(f"{function.__name__}: {said}") for error in errors)
-
-
-def test_a_note_is_a_column_beside_the_number(isolate: bool) -> None:
-    def told(completion: str) -> Noted:
-        return Noted(None if completion == "none" else 1.0, completion.upper())
-
-    scored = score(scorer(isolate=isolate)(told), rows(["a", "none"]))
-    assert scored.column("told").to_pylist() == [1.0, None]
-    assert scored.column("told_note").to_pylist() == ["A", "NONE"]
 
 
 @pytest.mark.parametrize("is_async", [False, True], ids=["function", "coroutine"])

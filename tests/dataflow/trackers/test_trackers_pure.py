@@ -10,39 +10,21 @@ from typing import Any
 
 import pytest
 from bad_trackers import Bad, Lines, NotInstalled, Unfit
-from tracked_runs import STEPS, line
+from tracked_runs import line
 
 from dataflow.errors import GraphError
-from dataflow.folder.ledger import Ledger
 from dataflow.folder.run_folder import RunFolder
 from dataflow.folder.socket_folder import CONTROL
 from dataflow.trackers import PrometheusTracker, StepFigures, WandbTracker
 from dataflow.trackers.chosen import LIBRARIES, ChosenTracker, choose, recorded_names
 from dataflow.trackers.libraries.room import SPARE_BYTES, check_room
 from dataflow.trackers.messages import TRACKER_CODEC, TrackRun
-from dataflow.trackers.process import GroupWatch, RunLeader, in_one_line, table_of
+from dataflow.trackers.process import RunLeader, in_one_line, table_of
 from dataflow.trackers.tail import RunTail
 
 
 def told(tail: RunTail) -> list[StepFigures]:
     return [figures for _, figures in tail if figures is not None]
-
-
-def test_each_whole_line_is_told_once_with_its_numbers_and_its_time(folder: RunFolder) -> None:
-    tail = RunTail(folder, 0)
-    found = told(tail)
-    assert [figures.step for figures in found] == [1, 2, 3, 4, 5] and told(tail) == []
-    assert found[1].numbers["loss"] == 0.5 and found[1].numbers["dropped.stale"] == 1
-    assert not {"step", "seconds", "kl"} & set(found[1].numbers), "what is no number, or no figure"
-    assert not [name for name in found[1].numbers if name.startswith("weights_sent")]
-    with Ledger.open(folder.ledger, readonly=True) as ledger:
-        assert [f.at for f in found] == [at for _, at in ledger.step_times("trainer")]
-    with folder.metrics.open("a") as file:
-        file.write('{"step": 6, "node": "trainer", "lo')
-    assert told(tail) == []
-    with folder.metrics.open("a") as file:
-        file.write('ss": 9.0}\n')
-    assert [(f.step, f.numbers) for f in told(tail)] == [(6, {"loss": 9.0})]
 
 
 def test_a_step_made_again_is_told_again_only_where_it_came_out_otherwise(
@@ -77,33 +59,6 @@ def test_a_table_has_the_best_the_worst_and_the_failed_with_texts_that_do_no_har
     assert table_of(folder, "trainer", 99) is None, "which was not kept"
     (folder.rollouts / "step-000002.arrow").write_bytes(b"torn")
     assert table_of(folder, "trainer", 2) is None
-
-
-def test_groups_are_seen_as_they_go_and_told_with_their_step(folder: RunFolder) -> None:
-    clock = iter(range(10_000)).__next__
-    watch = GroupWatch(folder, ["trainer"], {}, clock)
-    assert [(g.step, sorted(g.seen)) for g in watch] == [
-        (k, [2 * k - 2, 2 * k - 1]) for k in range(1, STEPS + 1)
-    ]
-    with Ledger.open(folder.ledger) as ledger:
-        ledger.issue("prompts", [(10, "a"), (11, "b")])
-        assert list(watch) == []
-        for state in ("generating", "generated", "scored"):
-            ledger.advance("prompts", [10, 11], state)
-            assert list(watch) == []
-        ledger.commit_step(
-            "trainer", 6, version=6, source="prompts", trained=[10], dropped={11: "stale"}
-        )
-    (made,) = list(watch)
-    assert list(made.seen[10]) == [
-        "issued",
-        "generating",
-        "generated",
-        "scored",
-    ] and made.dropped == {11: "stale"}
-    assert sorted(made.seen[10].values()) == list(made.seen[10].values())
-    assert made.began is not None and made.began <= made.at
-    assert list(GroupWatch(folder, ["trainer"], watch.last, clock)) == []
 
 
 def test_a_library_that_says_nothing_of_a_full_disk_is_told_nothing_where_there_is_little_room(

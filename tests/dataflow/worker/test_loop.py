@@ -209,15 +209,6 @@ def test_a_blocked_loop_still_answers_on_all_its_ends() -> None:
     assert (inlet.polls, outlet.polls) == (5, 5)
 
 
-def test_no_more_is_received_than_the_runtime_has_room_for() -> None:
-    events = Events()
-    inlet = FakeInlet(events, *(rows(n) for n in range(10)))
-    loop = loop_of(Script(events, holds=3), inlet, FakeOutlet(events))
-    loop.turn()
-    assert events.of("received") == [("received", 0), ("received", 1), ("received", 2)]
-    assert loop.rows_in == 3
-
-
 def test_the_end_is_passed_on_once_and_after_the_last_row() -> None:
     events = Events()
     outlet = FakeOutlet(events, credit=1)
@@ -295,18 +286,6 @@ def test_the_end_of_one_source_is_passed_on_while_another_goes_on_and_not_before
         [{"end": True}],
     )
     assert events.of("other") == [("other", 1)]
-
-
-def test_a_source_ends_when_it_says_that_it_is_done() -> None:
-    events = Events()
-    runtime, outlet = Script(events), FakeOutlet(events)
-    runtime.inside.append(Batch("prompts", rows(0)))
-    loop = loop_of(runtime, None, outlet)
-    turn_until_still(loop)
-    assert not loop.ended
-    runtime.done = True
-    turn_until_still(loop)
-    assert events.of("sent", "finished") == [("sent", 0), ("finished",)]
 
 
 def test_a_paused_loop_sends_what_it_has_and_makes_nothing_new() -> None:

@@ -59,22 +59,11 @@ def test_a_judge_gives_a_number_per_sequence_and_one_without_a_head_is_refused(
     refused(folder, "score.weight", "random", head="score")
 
 
-def test_a_folder_without_a_config_is_refused(tmp_path):
-    (tmp_path / "notes.txt").write_text("hello")
-    refused(tmp_path, "config.json", "notes.txt")
-
-
 def test_a_missing_shard_is_named(make_model, tmp_path):
     make_model().save_pretrained(tmp_path, max_shard_size="10KB")
     lost = sorted(tmp_path.glob("model-*.safetensors"))[1]
     lost.unlink()
     refused(tmp_path, lost.name)
-
-
-def test_a_truncated_shard_is_refused(copy):
-    weights = copy / "model.safetensors"
-    weights.write_bytes(weights.read_bytes()[:1000])
-    refused(copy, str(copy))
 
 
 def test_weights_that_the_config_needs_and_the_folder_lacks_are_named(copy):

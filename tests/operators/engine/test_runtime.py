@@ -150,20 +150,6 @@ def test_a_reward_sees_the_special_tokens_where_it_asks_for_them(build, tokenize
     assert any(row["raw_completion"].endswith("<eos>") for row in rows)
 
 
-def test_an_arrival_is_acknowledged_with_the_last_of_its_groups(build):
-    acked = []
-    runtime = build(slots=4, max_tokens=6)
-    runtime.push(prompts(["a", "b"], first=0, acked=acked))
-    runtime.push(prompts(["c"], first=2, acked=acked))
-    seen = []
-    while (made := runtime.work()) is not None:
-        seen += [row["group_id"] for row in rows_of(made)]
-        assert [first for _, first in acked] == [
-            first for first, last in ((0, 1), (2, 2)) if last in seen
-        ]
-    assert len(acked) == 2
-
-
 def test_training_groups_start_only_within_the_staleness_bound(build, make_model):
     plane, ledger = FakePlane({0: make_model(), 1: make_model(seed=1)}), FakeLedger()
     bounds = {"train": Bound(max_staleness=1, prompts_per_step=2, steps=4)}
@@ -276,19 +262,6 @@ def test_the_same_seed_gives_the_same_rollouts_in_other_slots_and_another_does_n
 
     assert tokens(1) == tokens(1, slots=5, segment_tokens=1)
     assert tokens(1) != tokens(2)
-
-
-def test_lengths_that_are_sent_on_are_those_that_were_started(build):
-    """Nothing is thrown away at the end of a segment, so long rollouts are not fewer than they
-    were.
-    """
-    whole = build(slots=256, segment_tokens=100, max_tokens=60)
-    cut = build(slots=8, segment_tokens=2, max_tokens=60)
-    lengths = []
-    for runtime in (whole, cut):
-        runtime.push(prompts(letters(30)))
-        lengths.append({row["rollout_id"]: len(row["tokens"]) for row in rows_of(run_dry(runtime))})
-    assert lengths[0] == lengths[1] and len(lengths[0]) == 120
 
 
 def test_prompts_that_cannot_be_served_become_error_rows_beside_the_others(build):

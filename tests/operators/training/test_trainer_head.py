@@ -5,7 +5,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from trainer_rig import VOCABULARY, group, rows_of, tiny_learner, tiny_llama, tiny_trainer
+from trainer_rig import group, rows_of, tiny_learner, tiny_trainer
 from transformers import (
     CohereConfig,
     CohereForCausalLM,
@@ -322,18 +322,6 @@ def test_a_loss_sees_the_same_step_sliced_and_with_all_logits(monkeypatch):
         outcomes.append(learner.end(1e-3))
     assert outcomes[0].loss == pytest.approx(outcomes[1].loss, rel=1e-5)
     assert outcomes[0].grad_norm == pytest.approx(outcomes[1].grad_norm, rel=1e-5)
-
-
-def test_large_micro_batches_never_ask_the_model_for_its_logits(monkeypatch):
-    monkeypatch.setattr(policy, "MOST_LOGITS", 0)
-    module, sizes = tiny_llama(), []
-    module.register_forward_hook(lambda _, __, out: sizes.append(out.logits.shape[-1]))
-    made = Policy(module)
-    tree, _ = _tree(ids=VOCABULARY)
-    sizes.clear()
-    made.logprobs(tree)
-    made.logprobs(tree, entropy=True)
-    assert sizes == [1, 2]
 
 
 def _paths(tree: TokenTree) -> list[list[int]]:

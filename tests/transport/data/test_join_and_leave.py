@@ -3,7 +3,7 @@
 import pytest
 
 from transport.data import Delivery, Receiver, Sender
-from transport.errors import BatchTooLarge, PeerGone, WaitTimeout
+from transport.errors import BatchTooLarge, PeerGone
 
 from .rig import Rig, connect, drain, firsts, make_batch, settle, take, until
 
@@ -98,22 +98,6 @@ def test_what_a_dead_receiver_has_goes_to_the_others_oldest_first_and_before_new
     only(stays, sender)
 
 
-def test_a_small_new_batch_does_not_overtake_a_large_one_of_a_dead_receiver(rig: Rig) -> None:
-    stays, dies = rig.receiver(capacity_rows=4), rig.receiver(capacity_rows=8)
-    sender = rig.sender(dies)
-    connect(sender, to=dies)
-    assert sender.send(make_batch(0, rows=3)) and sender.send(make_batch(3, rows=3))
-    sender.add_receiver(stays.address)
-    connect(sender, to=[stays, dies])
-    until(lambda: (stays.poll(), sender.poll(), sender.room() == 4)[2])
-    dies.close()
-    sender.forget_receiver(dies.address)
-    assert sender.room() == 0 and not sender.send(make_batch(6))
-    assert firsts(take(stays, 2, sender)) == [0, 3]
-    connect(sender, to=stays)
-    assert sender.send(make_batch(6))
-
-
 def test_a_stream_that_ended_begins_again_for_what_a_dead_receiver_leaves(rig: Rig) -> None:
     stays, dies = rig.receiver(), rig.receiver()
     sender = rig.sender(dies)
@@ -129,18 +113,6 @@ def test_a_stream_that_ended_begins_again_for_what_a_dead_receiver_leaves(rig: R
     assert firsts(take(stays, 2, sender)) == [0, 1]
     drain(sender, stays)
     assert stays.finished
-
-
-def test_closing_names_batches_that_nobody_took(rig: Rig) -> None:
-    ticks = iter(range(10_000))
-    dies = rig.receiver()
-    sender = rig.sender(dies, clock=lambda: float(next(ticks)), peer_timeout_s=1e9)
-    connect(sender, to=dies)
-    assert sender.send(make_batch(0))
-    sender.add_receiver(rig.new_address() if rig.kind != "tcp" else "tcp://127.0.0.1:9")
-    sender.forget_receiver(dies.address)
-    with pytest.raises(WaitTimeout, match="1 batches without a receiver"):
-        sender.close(linger_s=3.0)
 
 
 def test_a_dead_receivers_batch_that_fits_no_other_is_refused_aloud_and_kept(rig: Rig) -> None:

@@ -134,30 +134,6 @@ def test_at_first_and_after_updates_each_rank_holds_its_slices_alone(
         )
 
 
-@pytest.mark.parametrize(
-    ("family", "size", "heads", "executor"),
-    [
-        ("qwen2", 2, 1, "gloo"),
-        pytest.param("qwen3", 2, 1, "shared_memory", marks=pytest.mark.slow),
-        pytest.param("llama", 4, 2, "gloo", marks=pytest.mark.slow),
-    ],
-)
-def test_ranks_that_hold_the_same_key_value_head_draw_what_one_draws(
-    family, size, heads, executor, declare, make_model, alone, fed
-):
-    changes = {"num_key_value_heads": heads}
-    declaration = declare(family, changes)
-    one, ranks = alone(declaration), fed(declaration, size, executor=executor)
-    assert_alike(drive(ranks.engine, groups()), drive(one, groups()))
-    assert ranks.engine.cache.layers[0][0].shape[1] == 1
-    new = dict(make_model(family, seed=1, **changes).named_parameters())
-    ranks.publish(1, new)
-    assert ranks.take() == 1
-    assert_slices(ranks.engine, new, size, heads)
-    take(one, 1, new)
-    assert_alike(drive(ranks.engine, groups()), drive(one, groups()))
-
-
 @pytest.mark.slow
 def test_two_ranks_in_bfloat16_hold_and_draw_in_bfloat16(declare, fed):
     declaration = declare("llama")

@@ -87,12 +87,6 @@ def adopted(writer, reader, version):
             reader.adopt()
 
 
-def test_a_gpu_without_a_number_is_the_one_that_is_current(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
-    found = [str(device_memory.numbered(each)) for each in ("cuda", "cuda:1", torch.device("cpu"))]
-    assert found == ["cuda:3", "cuda:1", "cpu"]
-
-
 def test_a_closed_writers_buffer_stays_whole_until_its_reader_has_closed_it(site, memory):
     mine = parameters()
     writer, reader = WeightWriter(SMALL, site), WeightReader(site, "generator-0")
@@ -192,17 +186,6 @@ def test_a_handle_that_cannot_be_read_is_an_error(site):
     segment.close()
     writer.close()
     reader.close()
-
-
-def test_the_site_travels_to_other_processes(site):
-    from multiprocessing.reduction import ForkingPickler
-
-    other = ForkingPickler.loads(ForkingPickler.dumps(site))
-    assert (other.address, other.device, other.site.place.folder) == (
-        site.address,
-        site.device,
-        site.site.place.folder,
-    )
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")

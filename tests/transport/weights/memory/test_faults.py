@@ -94,17 +94,6 @@ def test_a_run_goes_on_with_the_version_before_a_damaged_one_and_says_so_in_the_
     assert (reader.version, values(mine)) == (3, {3})
 
 
-def test_a_second_writer_of_one_address_is_refused(place):
-    place.writer(LAYOUT)
-    with pytest.raises(AddressTaken, match="writer"):
-        place.writer(LAYOUT)
-
-
-def test_the_address_is_free_again_after_close(place):
-    place.writer(LAYOUT).close()
-    assert place.writer(LAYOUT).version == -1
-
-
 def test_a_second_reader_of_one_name_replaces_the_first(place):
     writer = place.writer(LAYOUT)
     one = place.reader("same", attach=parameters())
@@ -160,13 +149,6 @@ def test_a_wait_for_a_version_that_does_not_come_names_what_is_there(place):
     reader._clock = iter([begun + n for n in range(100)]).__next__
     with pytest.raises(WaitTimeout, match="version 2; found version 1"):
         reader.wait(2, timeout_s=6)
-
-
-def test_adopting_without_attached_tensors_is_refused(place):
-    writer, reader = place.writer(LAYOUT), place.reader()
-    writer.publish(1, parameters(1))
-    with pytest.raises(WeightError, match="nothing attached; call attach"):
-        place.settle(writer, reader)
 
 
 @pytest.mark.parametrize(
@@ -227,25 +209,6 @@ def follow(place, writer, reader, version):
         if reader.version == version:
             return
     raise AssertionError(f"version {version} never came")
-
-
-@pytest.mark.usefixtures("sliced")
-@pytest.mark.parametrize("checksum", ["buffer", "tensors"])
-def test_a_version_verified_in_slices_is_offered_when_all_of_it_is_verified(place, checksum):
-    mine = parameters()
-    writer = place.writer(LAYOUT, checksum=checksum)
-    reader = place.reader(attach=mine, verify_bytes_per_poll=256)
-    writer.publish(1, parameters(1))
-    follow(place, writer, reader, 1)
-    writer.publish(2, parameters(2))
-    place.arrive(reader)
-    polls = 1
-    while not reader.poll():
-        assert values(mine) == {1}
-        polls += 1
-    assert polls >= LAYOUT.nbytes // (2 * 256)
-    assert reader.adopt() == 2
-    assert values(mine) == {2}
 
 
 @pytest.mark.usefixtures("sliced")

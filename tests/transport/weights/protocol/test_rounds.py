@@ -5,7 +5,6 @@ come and go.
 import random
 from collections import defaultdict, deque
 
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -412,14 +411,6 @@ def test_a_lost_source_rank_is_reported_to_the_others_and_forgiven_when_it_is_ba
     assert holds(world, "only") == {5}
 
 
-def test_ranks_that_describe_another_trainer_are_denied():
-    world = calm_world(only=1)
-    stranger = SourceRank(1, 4, b"other", PACE, world.now)
-    world.ranks[b"stranger"] = stranger
-    world.calm()
-    assert "differ" in stranger.failure
-
-
 def test_a_reader_of_segments_is_denied_and_no_group_is_formed_for_it():
     world = calm_world(only=1)
     [(_, denied)] = world.coordinator.receive(b"stranger", SegmentReader("s").join, world.now)
@@ -456,29 +447,6 @@ def test_a_trainer_that_was_frozen_for_long_calls_nobody_late():
     world.publish(2)
     world.calm()
     assert holds(world, "only") == {2}
-
-
-def test_versions_that_are_kept_for_a_round_are_released_when_the_trainer_gives_up_waiting():
-    world = calm_world(sources=1, only=1)
-    world.publish(2)
-    source = world.ranks[b"source0"]
-    while not source.kept:
-        world.deliver()
-    world.act(b"source0", source.give_up())
-    assert source.kept == set()
-    world.calm()
-    assert holds(world, "only") == {2}
-
-
-@pytest.mark.parametrize(
-    "payload",
-    [b"", b"\x80", b"\xff", CODEC.encode(Ready(epoch=1, round=2))[:-1], b"\x81\xa4kind\xa2no"],
-)
-def test_damaged_messages_are_an_error_with_three_parts(payload):
-    from transport.weights import MessageError
-
-    with pytest.raises(MessageError, match="; found.*; run the same release"):
-        CODEC.decode(payload)
 
 
 def test_no_rank_enters_a_transfer_before_all_have_said_ready():

@@ -314,22 +314,6 @@ def test_nobody_is_offered_a_segment_that_is_being_written():
     assert [type(answer).__name__ for _, answer in writer.receive(b"l", hello, 0.0)] == ["Welcome"]
 
 
-def test_every_waiting_version_gives_the_readers_their_full_time():
-    writer, _ = pair()
-    assert writer.blocked(0.0) is None
-    writer.writing("b")
-    writer.written("b", 2, b"", b"", 1.0)
-    assert writer.blocked(PACE.release_s + 1.0) is None
-    assert writer.blocked(2 * PACE.release_s + 1.0) == "a"
-
-
-def test_a_silent_reader_is_sent_no_more_than_a_bounded_number_of_messages():
-    writer, _ = pair()
-    sent = [len(writer.written("a", version, b"", b"", 0.0)) for version in range(2, 500)]
-    assert 0 < sum(sent) < 100
-    assert sent[-1] == 0
-
-
 def test_word_of_a_version_that_is_coming_dies_with_the_epoch_and_with_the_writer():
     writer, reader = pair()
     for end in (

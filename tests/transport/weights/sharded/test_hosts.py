@@ -3,14 +3,12 @@ the run's keys.
 """
 
 import contextlib
-import socket
 
 import psutil
 import pytest
 
 from transport.security import RunKeys
-from transport.weights import AddressTaken, Layout, WeightError, reshard
-from transport.weights.executors.interface import interface_of
+from transport.weights import Layout, WeightError, reshard
 from transport.weights.protocol.messages import GetValue, Put, StoredValue
 from transport.weights.sharded.control import CoordinatorSocket, NetworkEnd
 from transport.weights.sharded.process_group import ProcessGroup
@@ -120,13 +118,6 @@ def test_readers_find_a_trainer_that_was_started_again_elsewhere(keys):
             )
 
 
-def test_a_port_that_somebody_has_is_an_error_that_names_it(keys):
-    with socket.create_server((THERE, 0)) as taken:
-        port = taken.getsockname()[1]
-        with pytest.raises(AddressTaken, match=f"cannot listen at tcp://{THERE}:{port}"):
-            CoordinatorSocket(f"tcp://{THERE}:{port}", keys)
-
-
 def test_an_address_that_this_host_has_not_is_an_error_that_names_it(keys):
     with pytest.raises(
         WeightError, match=r"no network interface of .* has the address 192\.0\.2\.7"
@@ -143,11 +134,6 @@ def test_an_address_that_this_host_has_not_is_an_error_that_names_it(keys):
         with contextlib.closing(stray):
             trainer.publish(1)
             until(lambda: "192.0.2.7" in trainer.writers[0].faults.get("generator-0", ""), stray)
-
-
-def test_an_interface_is_known_by_any_of_its_addresses():
-    loopback = next(name for _, name in socket.if_nameindex() if name.startswith("lo"))
-    assert {interface_of(host) for host in ("", HERE, THERE, "localhost")} == {loopback}
 
 
 def test_a_value_is_asked_for_once_and_again_only_when_no_answer_has_come():

@@ -1,6 +1,5 @@
 """What a trainer's rank and a generator's rank may count on, over gloo, in one process."""
 
-import select
 import threading
 import time
 
@@ -88,30 +87,6 @@ def test_a_version_goes_into_parameters_by_a_pointer_flip_between_two_buffers(ad
         assert sent.whole_bytes == sum(map(sum, sent.pair_bytes)) > 0, (
             "without deltas nothing is spared"
         )
-
-
-def test_parameters_keep_their_memory_where_they_are_asked_to(address, backend):
-    trainer = Trainer(SOURCE, address, backend=backend)
-    group = Group(TARGET, address, adopt="copy")
-    place = group.tensors[1]["a"].data_ptr()
-    for version in (1, 2):
-        tensors = trainer.publish(version)
-        until(lambda version=version: group.versions == {version}, group)
-        assert holds(group, tensors)
-    assert group.tensors[1]["a"].data_ptr() == place
-    group.close()
-    trainer.close()
-
-
-def test_an_old_version_stays_until_the_new_one_is_adopted(address, backend):
-    with plane(SOURCE, TARGET, address, backend=backend) as (trainer, group):
-        first = trainer.publish(1)
-        until(lambda: group.versions == {1}, group)
-        second = trainer.publish(2)
-        until(lambda: all(reader.poll() for reader in group.readers))
-        assert group.versions == {1} and holds(group, first)
-        group.adopt()
-        assert group.versions == {2} and holds(group, second)
 
 
 def test_a_snapshot_may_change_at_once_and_late_groups_still_get_it(address):
@@ -206,16 +181,6 @@ def test_notes_reach_the_readers_and_the_newest_wins(address):
         until(lambda: all(reader.note == {"step": 3} for reader in group.readers))
 
 
-def test_a_loop_can_sleep_until_a_version_is_there(address):
-    with plane(SOURCE, Layout.whole(MODEL), address) as (trainer, group):
-        (reader,) = group.readers
-        assert reader.poll() is None
-        trainer.publish(1)
-        assert select.select([reader.socket], [], [], DEADLINE_S)[0]
-        assert reader.poll().version == 1
-        assert select.select([reader.socket], [], [], 0)[0] == []
-
-
 def test_a_second_trainer_at_one_address_is_turned_away(address):
     trainer = Trainer(SOURCE, address)
     with pytest.raises(AddressTaken, match="another writer has the address"):
@@ -305,13 +270,6 @@ def test_a_wait_ends_at_its_deadline_and_tells_whether_the_trainer_lives(address
         reader.wait(1, 0.5)
     reader.close()
     trainer.close()
-
-
-def test_nothing_is_left_at_the_address(address, tmp_path):
-    with plane(SOURCE, TARGET, address) as (trainer, group):
-        trainer.publish(1)
-        until(lambda: group.versions == {1}, group)
-    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize("over", ["one host", "hosts"])
