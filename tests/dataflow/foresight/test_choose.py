@@ -73,6 +73,7 @@ def test_a_generator_is_tried_with_ranks_that_divide_its_heads_and_fp8_where_dev
     assert not deals_out(12, 8, 3) and deals_out(12, 2, 4) and not deals_out(8, 3, 2)
 
 
+@pytest.mark.slow
 def test_candidates_are_a_thousand_at_most_and_leave_devices_unused_where_they_may(
     model: Model,
 ) -> None:
@@ -175,6 +176,7 @@ def test_ways_that_are_refused_are_counted_by_reason(model: Model, tmp_path: Pat
     assert reason("'a' is given 3 GPUs; x") == reason("'b' is given 4 GPUs; y")
 
 
+@pytest.mark.slow
 def test_ways_of_which_no_device_could_hold_a_rank_are_passed_over_and_what_is_chosen_is_the_same(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -54,20 +54,30 @@ def test_a_tracker_that_goes_on_is_told_what_it_lacks(folder: RunFolder, keep: K
     ]
 
 
-@pytest.mark.parametrize("call", ["start", "log", "rollouts", "flush", "finish"])
+WAYS = {
+    "hang": "has been in '{}' for 60 s, and was ended",
+    "stop": "has been in '{}' for 60 s, and was ended",
+    "raise": "failed in '{}': ValueError: it does not like that",
+    "die": "ended with status 3 in '{}'",
+    "no room": "failed in '{}': OSError: .* No space left on device",
+}
+
+
 @pytest.mark.parametrize(
-    ("how", "said"),
+    ("how", "call"),
     [
-        ("hang", "has been in '{}' for 60 s, and was ended"),
-        ("stop", "has been in '{}' for 60 s, and was ended"),
-        ("raise", "failed in '{}': ValueError: it does not like that"),
-        ("die", "ended with status 3 in '{}'"),
-        ("no room", "failed in '{}': OSError: .* No space left on device"),
+        pytest.param(
+            how,
+            call,
+            id=f"{how}-{call}",
+            marks=pytest.mark.slow if how in ("hang", "stop") and call != "log" else (),
+        )
+        for how in WAYS
+        for call in ("start", "log", "rollouts", "flush", "finish")
     ],
-    ids=("hang", "stop", "raise", "die", "full"),
 )
 def test_whatever_a_tracker_does_in_whichever_call_is_told_once(
-    how: str, said: str, call: str, folder: RunFolder, keep: Keep
+    how: str, call: str, folder: RunFolder, keep: Keep
 ) -> None:
     kept = keep(Bad(how=how, at=call), Lines)
     if call == "finish":
@@ -78,7 +88,7 @@ def test_whatever_a_tracker_does_in_whichever_call_is_told_once(
         kept.pass_by(100.0)
     kept.until(lambda: any("Bad" in text for text in kept.said))
     (text,) = [text for text in kept.said if "Bad" in text]
-    assert text.startswith("tracker Bad ") and re.search(said.format(call), text)
+    assert text.startswith("tracker Bad ") and re.search(WAYS[how].format(call), text)
 
 
 def test_a_tracker_that_is_not_done_at_the_end_is_left_and_the_way_to_go_on_is_said(

@@ -121,7 +121,9 @@ def compare(trainer, ranks, given=None, make=None, **heads):
     [
         (2, {"micro_batch_tokens": 40}),
         pytest.param(4, {"micro_batch_tokens": 40, "max_grad_norm": 0.1}, marks=SLOW),
-        (4, {"micro_batch_tokens": 40, "max_grad_norm": 0.1, "dp_replicate": 2}),
+        pytest.param(
+            4, {"micro_batch_tokens": 40, "max_grad_norm": 0.1, "dp_replicate": 2}, marks=SLOW
+        ),
         pytest.param(2, {"dp_replicate": 2}, marks=SLOW),
         (
             2,
@@ -248,6 +250,7 @@ def qwen3():
     return Qwen3ForCausalLM(config).eval()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=SLOW)])
 @in_a_fork
 def test_activations_computed_again_and_norms_of_a_ranks_own_heads_change_nothing(ranks):

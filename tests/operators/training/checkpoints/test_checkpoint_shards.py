@@ -207,6 +207,7 @@ def test_a_module_with_adapters_leaves_its_adapters_alone(tmp_path):
     assert all(torch.equal(found[name], wanted[name]) for name in wanted)
 
 
+@pytest.mark.slow
 def test_a_run_of_two_ranks_leaves_a_checkpoint_that_one_rank_goes_on_from(tmp_path):
     from rigs.graphs import tiny_graph
     from rigs.policy import tiny_policy

@@ -100,7 +100,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("kind", CASES)
+@pytest.mark.parametrize("kind", ["policy", pytest.param("critic", marks=pytest.mark.slow)])
 def test_a_killed_trainer_makes_only_the_steps_after_its_own_checkpoint_again_and_to_the_bit(
     policy, tmp_path, kind
 ):
