@@ -22,7 +22,7 @@ from rich.console import Console
 
 from bench.report import Report
 from dataflow.system.native import compiled
-from operators.engine.kv_cache import huge_pages
+from operators.engine.attention import huge_pages
 
 DTYPES = ("float32", "bfloat16", "int8")
 SIDE = 2048

@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from operators.agents.declaration import Endpoint, agent
     from operators.demonstrations import Demonstrations
-    from operators.episodes.declaration import episode
-    from operators.episodes.tool_use import tool_use
+    from operators.episodes.declaration import episode, tool_use
     from operators.evaluate import Evaluate
     from operators.forward import Logprobs, RewardModel, Values
     from operators.generator import Generator
@@ -38,7 +37,7 @@ _MODULES = {
     "Values": "forward",
     "agent": "agents.declaration",
     "episode": "episodes.declaration",
-    "tool_use": "episodes.tool_use",
+    "tool_use": "episodes.declaration",
 }
 """Where a name stands, unless in a module of its own."""
 

@@ -13,7 +13,7 @@ from dataflow.model_files import template_fault
 from dataflow.node import Generate, Traits
 from dataflow.records import PROMPT
 from dataflow.runtime import Context, Runtime
-from operators.engine.knobs import options_faults
+from operators.generator import options_faults
 
 
 @dataclass(frozen=True, eq=False)

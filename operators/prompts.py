@@ -22,7 +22,7 @@ from dataflow.records import (
     Columns,
 )
 from dataflow.runtime import Context, Runtime
-from operators.models.errors import ModelError
+from operators.models.folders import ModelError
 from operators.sources.prompt_rows import LAYOUT_COLUMNS, Recipe, Selection, load, sample_columns
 from operators.sources.prompt_runtime import PromptRuntime
 from operators.sources.row_files import Fault, FoundRow, Origin, rows_of, source_fault

@@ -59,10 +59,10 @@ OWN_LIMITS = {
     "operators/environments/verifiers_form.py",
     "operators/environments/beside/verifiers_rollout.py",
     "operators/tools/toolbox.py",  # rollouts that wait for the policy hold what others wait for
-    "operators/training/knobs.py",  # recover_within_s is no wait
+    "operators/trainer.py",  # recover_within_s is no wait
     "dataflow/live/server.py",  # a browser waits for it, no run
     # no run
-    "operators/serving/bounds.py",
+    "operators/serving/errors.py",
     "operators/serving/engine_thread.py",
     "operators/serving/service.py",
     "operators/warm_start/launch.py",  # before a run

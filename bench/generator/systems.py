@@ -128,7 +128,7 @@ class Driven:
         """Groups that start now; rollouts of a group that have limits of their own share its
         prompt's pages.
         """
-        from operators.engine.results import PromptStart
+        from operators.engine.interface import PromptStart
 
         starts = []
         free, tokens = self._engine.free, 0
@@ -150,7 +150,7 @@ def ours(setting: Setting) -> System:
     """Our engine, made as the generator makes it."""
     from dataflow.model import Model
     from dataflow.runtime import Context
-    from operators.engine.make import make_engine
+    from operators.engine.build import make_engine
     from operators.generator import Generator
 
     generator = Generator(
@@ -172,7 +172,7 @@ def vllm_cpu(setting: Setting) -> System:
     from dataflow.model import Model
     from operators.engine.sampling_params import Sampling
     from operators.engine.vllm.engine import VllmEngine
-    from operators.models.errors import ModelError
+    from operators.models.folders import ModelError
 
     problem = ""
     for eager in (False, True):

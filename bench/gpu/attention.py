@@ -79,8 +79,7 @@ def _calls(
     """Attention of a few layers with memory of their own, rows in the middle of their completions;
     bytes of one.
     """
-    from operators.engine.attention import AttentionLayout
-    from operators.engine.kv_cache import KVCache
+    from operators.engine.attention import AttentionLayout, KVCache
     from operators.engine.pages import PAGE, pages_for
 
     heads, kv_heads = shape.sizes["num_attention_heads"], shape.sizes["num_key_value_heads"]

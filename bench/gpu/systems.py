@@ -128,7 +128,7 @@ def ours(model: Any, system: str, load: Load, seconds: float) -> Run:
     from operators.engine.build import adapt
     from operators.engine.cuda.fuse import fuse_layers
     from operators.engine.decode import Engine
-    from operators.engine.results import PromptStart
+    from operators.engine.interface import PromptStart
     from operators.engine.sampling_params import Sampling
 
     begun = time.monotonic()

@@ -19,7 +19,7 @@ from bench.report import Figure
 from dataflow.records import AnyArray
 from dataflow.runtime import Context
 from operators import Generator
-from operators.engine.results import PromptStart
+from operators.engine.interface import PromptStart
 
 Counts = dict[str, float]
 
@@ -58,8 +58,7 @@ class EngineStep:
         self, task: Task, generator: Generator, threads: int, layers: int | None = None
     ) -> None:
         """layers: of the model, only the first so many; None: all. Raises ModelError."""
-        from operators.engine.build import build_native
-        from operators.engine.make import make_engine
+        from operators.engine.build import build_native, make_engine
         from operators.models.loading import load_merged
 
         context = Context(node="bench", threads=threads)

@@ -147,8 +147,7 @@ def of_trainer(task: Task, threads: int) -> dict[str, Figure]:
     from operators import Trainer
     from operators.training.learner import learner as learning
     from operators.training.learner.build import make_learner
-    from operators.training.learner.packing import pack
-    from operators.training.learner.rows import step_rows
+    from operators.training.learner.rows import pack, step_rows
 
     torch.set_num_threads(threads)
     batches = signalling(task)

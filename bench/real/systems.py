@@ -157,7 +157,7 @@ def case_of(task: Task, options: argparse.Namespace) -> Case:
 def run_generator(name: str, task: Task, options: argparse.Namespace) -> dict[str, Any]:
     """Rates of one step's rollouts by a generator alone."""
     from bench.real.generation import EngineStep, HfStep, paced
-    from operators.models.errors import ModelError
+    from operators.models.folders import ModelError
 
     if name == "hf_generate":
         return paced(HfStep(task, str(folder_of(task.policy)), options.threads), task, REPEATS)

@@ -18,7 +18,7 @@ from graphs import arithmetic
 from graphs.tasks import questions
 from operators import Evaluate, Generator, Logprobs, Prompts, Trainer
 from operators.credit import advantage
-from operators.engine.knobs import WEIGHTS
+from operators.generator import WEIGHTS
 from operators.losses import aipo, rloo, with_kl
 from operators.rewards import find
 

@@ -40,8 +40,7 @@ from torch import Tensor
 
 from bench.gpu.timing import clear, wait
 from bench.report import Figure, Report
-from operators.training.learner.head import Shape, logprobs_of_hidden
-from operators.training.learner.logprobs import Wanted
+from operators.training.learner.head import Shape, Wanted, logprobs_of_hidden
 
 PEAK_TIMEOUT_S = 300.0
 

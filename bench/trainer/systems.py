@@ -76,8 +76,7 @@ def packed(setting: Setting, *, share: bool = True) -> System:
     from operators import Trainer
     from operators.training.learner import learner as learning
     from operators.training.learner.build import make_learner
-    from operators.training.learner.packing import pack
-    from operators.training.learner.rows import step_rows
+    from operators.training.learner.rows import pack, step_rows
 
     trainer = Trainer(
         Model(str(setting.policy)), loss=partial(aipo, rho=RHO), lr=LR, max_grad_norm=CLIP

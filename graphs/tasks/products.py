@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from graphs.tasks.held_out import is_held_out
-from operators.chat.text_calls import TextCalls
+from operators.chat.tool_calls import TextCalls
 from operators.warm_start import EOS, warm_start
 
 DIGITS = "0123456789"

@@ -21,25 +21,22 @@ import xxhash
 from dataflow.records import AnyArray
 from dataflow.runtime import Context as RunContext
 from dataflow.scoring.process import Asked
-from operators.agents.knobs import AgentKnobs
-from operators.agents.programs import Programs
-from operators.agents.turns_in_run import TurnsInRun
+from operators.agents.declaration import AgentKnobs
+from operators.agents.programs import Programs, TurnsInRun
 from operators.chat.chat_template import special_tokens
 from operators.chat.conversation import Past
 from operators.engine.stop_strings import stops_of
 from operators.episodes.chat import TurnQuestion
 from operators.episodes.conversations import Begin
-from operators.episodes.dialogue import Context, SaidTurn, TurnRequest
-from operators.episodes.heard import Heard
+from operators.episodes.dialogue import Context, Heard, SaidTurn, TurnRequest
 from operators.episodes.runtime import UNBOUNDED, EpisodesRuntime, LiveEpisode
 from operators.generation.groups import PromptGroup
 from operators.generation.tokenize import RowLayout
 from operators.models.borders import longest
 from operators.models.loading import load_configs, load_tokenizer
 from operators.serving.app import make_app
-from operators.serving.bounds import Bounds
 from operators.serving.calls import ServedCall
-from operators.serving.errors import bad
+from operators.serving.errors import Bounds, bad
 from operators.serving.requests import Request
 from operators.serving.serve import bind
 from operators.serving.service import Service

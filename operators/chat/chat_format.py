@@ -1,13 +1,22 @@
-"""A chat template's own delimiters, found by comparing what it makes of probe conversations."""
+"""A chat template's own delimiters, found by comparing what it makes of probe conversations.
+
+Reading a tokenizer imports torch, which whoever starts a run does without: a process of its own
+does it.
+"""
 
 from __future__ import annotations
 
 import itertools
 import json
 import re
+import subprocess
+import sys
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from dataflow.model import Model
+from dataflow.model_files import folder_here, template_fault
+from dataflow.system import child
 from operators.chat.chat_template import (
     NEXT_USER,
     PROBE_TOOL,
@@ -191,3 +200,42 @@ def _marked(message: Message, mark: str) -> Message:
     *calls, last = message["tool_calls"]
     function = {**(last.get("function") or last), "arguments": {"xqp5": mark}}
     return {**message, "tool_calls": [*calls, {**last, "function": function}]}
+
+
+TRIAL_S = 50.0
+"""For the tokenizer to be read and its template to be tried; then the worker finds out."""
+
+
+def delimiter_fault(model: Model) -> str | None:
+    """Why a model's chat template gives no conversations of token ids, in three parts; None where
+    it does, or where this machine's files do not tell.
+    """
+    if folder_here(model.source) is None:
+        return None
+    if (fault := template_fault(model)) is not None:
+        return fault
+    model_json = json.dumps({"source": model.source, "trust_remote_code": model.trust_remote_code})
+    trial = child.program(__name__, model_json, words=True, stdin=subprocess.DEVNULL)
+    trial.end(TRIAL_S)
+    try:
+        fault = json.loads(trial.last_words.rpartition("\n")[2])
+    except ValueError:
+        return None
+    return None if fault is None else str(fault)
+
+
+def main(model_json: str) -> None:
+    """Print the fault as JSON, null for none: the last line, as libraries may print others."""
+    from operators.models.loading import load_tokenizer
+
+    child.die_with_parent()
+    fault = None
+    try:
+        ChatFormat(load_tokenizer(Model(**json.loads(model_json))))
+    except ChatError as error:
+        fault = str(error)
+    print(json.dumps(fault), flush=True)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

@@ -6,7 +6,7 @@ import functools
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, ClassVar, Self, TypeAlias
+from typing import Any, Self, TypeAlias
 
 from jinja2 import Environment, TemplateError, nodes
 from jinja2.ext import Extension
@@ -51,7 +51,7 @@ class ChatError(GraphError):
 class _Generation(Extension):
     """transformers' tag around what the assistant says, which says nothing of names."""
 
-    tags: ClassVar[set[str]] = {"generation"}
+    tags: set[str] = {"generation"}  # noqa: RUF012 (the base class has it so)
 
     def parse(self, parser: Parser) -> list[nodes.Node]:
         """What stands between the tags."""

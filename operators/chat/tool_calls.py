@@ -1,9 +1,9 @@
-"""Reads calls of tools in what a policy wrote, in the model's own format; what is broken is no call
-but text.
-"""
+"""Calls of tools: read in what a policy wrote, in the model's own format or as plain text;
+functions as tools, and what a turn begins with that has to call one."""
 
 from __future__ import annotations
 
+import ast
 import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from dataflow.system.text import strict_json
-from operators.chat.chat_format import ChatFormat, Message
+from operators.chat.chat_format import ChatError, ChatFormat, Message, common
 
 
 class BrokenCall(ValueError):
@@ -324,3 +324,180 @@ FORMATS = {
 }
 """By name: of Qwen 2.5 and 3, Hermes; Qwen 3 Coder, Qwen 3.5; Llama 3; Mistral until v7; Mistral
 from v11; DeepSeek."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TextCalls:
+    """A call as Python writes it, between two marks: `<call>add(2, b=3)</call>`; what it came to,
+    laid out.
+
+    >>> calls = TextCalls(begin="[", end="]", result="{}#")
+    >>> calls.format().read("so [add(2, 3)]").message["tool_calls"][0]["function"]
+    {'name': 'add', 'arguments': '{"0": 2, "1": 3}'}
+    >>> calls.laid_out("5")
+    '5#'
+    """
+
+    begin: str = "<call>"
+    end: str = "</call>"
+    result: str = "<result>{}</result>"
+    """What the policy hears; {} stands for what the tool gave."""
+
+    def format(self) -> CallFormat:
+        """How such calls are read. Arguments without a name get that of the parameter at their
+        place.
+        """
+        return CallFormat("text", (self.begin,), between(self.begin, self.end, _python))
+
+    def laid_out(self, content: str) -> str:
+        """A result as the policy reads it."""
+        return self.result.replace("{}", content)
+
+    def faults(self) -> list[str]:
+        """What cannot be right."""
+        faults = []
+        if not self.begin or not self.end:
+            faults.append(
+                f"TextCalls(begin={self.begin!r}, end={self.end!r}) marks no call; give both a text"
+            )
+        if "{}" not in self.result:
+            faults.append(
+                f"TextCalls(result={self.result!r}) leaves the result out; put {{}} where it is to"
+                " stand"
+            )
+        return faults
+
+
+def _python(inside: str, parameters: Mapping[str, Any]) -> tuple[str, str, str | None]:
+    """name(value, key=value): plain values alone."""
+    try:
+        call = ast.parse(inside.strip(), mode="eval").body
+        if not isinstance(call, ast.Call) or not isinstance(call.func, ast.Name):
+            raise BrokenCall(
+                f"a call is no name(...); found {inside[:80]!r}; write the tool's name and its"
+                " arguments"
+            )
+        names = list((parameters.get(call.func.id) or {}).get("properties") or ())
+        arguments = {
+            names[at] if at < len(names) else str(at): ast.literal_eval(value)
+            for at, value in enumerate(call.args)
+        }
+        for keyword in call.keywords:
+            if keyword.arg is None or keyword.arg in arguments:
+                raise BrokenCall(
+                    f"a call names no argument, or one twice; found {inside[:80]!r}; name each once"
+                )
+            arguments[keyword.arg] = ast.literal_eval(keyword.value)
+        return call.func.id, strict_json(arguments), None
+    except BrokenCall:
+        raise
+    except (SyntaxError, ValueError, TypeError, RecursionError, MemoryError) as error:
+        raise BrokenCall(
+            f"a call cannot be read: {error}; found {inside[:80]!r}; write name(value, key=value)"
+        ) from error
+
+
+def definition_of(function: Callable[..., Any]) -> Message:
+    """A tool's definition: name, description and the JSON schema of its parameters, read by
+    transformers.
+
+    Raises ChatError for parameters without a type hint or a line in a docstring of Google's form.
+    """
+    from transformers.utils.chat_template_utils import get_json_schema
+
+    name = getattr(function, "__name__", str(function))
+    try:
+        return dict(get_json_schema(function))
+    except Exception as error:
+        raise ChatError(
+            f"'{name}' cannot be a tool: {error}; found it in"
+            f" {getattr(function, '__module__', '?')}; "
+            f'give every parameter a type hint and a line under "Args:" in its docstring'
+        ) from error
+
+
+def definitions_of(functions: Sequence[Callable[..., Any]]) -> list[Message]:
+    """Definitions of several, whose names differ. Raises ChatError."""
+    definitions = [definition_of(function) for function in functions]
+    names = [definition["function"]["name"] for definition in definitions]
+    twice = sorted({name for name in names if names.count(name) > 1})
+    if twice:
+        raise ChatError(
+            f"two tools have one name; found {twice} twice; rename one of the functions"
+        )
+    return definitions
+
+
+def arguments_of(call: Message, tools: Sequence[Message]) -> dict[str, Any]:
+    """The arguments of a call by name. Raises ValueError, whose text the model reads, for a call
+    that does not fit.
+    """
+    function = call["function"]
+    schemas = {tool["function"]["name"]: tool["function"].get("parameters") or {} for tool in tools}
+    if function["name"] not in schemas:
+        raise ValueError(
+            f"there is no tool '{function['name']}'; there are {sorted(schemas)}; call one of these"
+        )
+    arguments = function["arguments"]
+    arguments = json.loads(arguments) if isinstance(arguments, str) else arguments
+    schema = schemas[function["name"]]
+    properties, required = schema.get("properties") or {}, schema.get("required") or []
+    missing = [name for name in required if name not in arguments]
+    if missing:
+        raise ValueError(
+            f"'{function['name']}' needs {missing}; found {sorted(arguments)}; give each of them"
+        )
+    unknown = [name for name in arguments if properties and name not in properties]
+    if unknown:
+        raise ValueError(
+            f"'{function['name']}' has no {unknown}; it has {sorted(properties)}; leave them out"
+        )
+    return dict(arguments)
+
+
+def result_of(call: Message, content: str) -> Message:
+    """What the world answers to a call."""
+    return {
+        "role": "tool",
+        "tool_call_id": call["id"],
+        "name": call["function"]["name"],
+        "content": content,
+    }
+
+
+_ARGUMENTS = re.compile(r'[ {<"]*$')
+"""With which arguments may begin: the policy writes it, so that it is cut into tokens as it
+likes."""
+_NAME, _OTHER_ID = "xqf3", "zqcall008"
+
+
+def call_opening(form: ChatFormat, names: Sequence[str]) -> str:
+    """What stands between the generation prompt and the first thing that differs between calls of
+    these tools: the name of one of several, the arguments of a single one.
+
+    Raises ChatError for a template whose calls are not read here, or have no such beginning.
+    """
+    if format_of(form) is None:
+        raise _refused(form, "it writes calls in no form that is known here")
+    name = names[0] if len(names) == 1 else _NAME
+    laid_out = [form.calling(name, {"xqp5": "xqg7"}), form.calling(name, {}, _OTHER_ID)]
+    if not all(text.startswith(form.opening) for text in laid_out):
+        raise _refused(
+            form, f"a generation prompt ends with {form.opening!r}, which stands before no call"
+        )
+    full, bare = (text.removeprefix(form.opening) for text in laid_out)
+    shared = full[: common(full, bare)]
+    before, hit, behind = shared.partition(name)
+    if not before or not hit:
+        raise _refused(
+            form,
+            f"calls of '{name}' begin alike with {shared[:40]!r} alone, which does not name it",
+        )
+    return before if len(names) > 1 else before + hit + _ARGUMENTS.sub("", behind)
+
+
+def _refused(form: ChatFormat, reason: str) -> ChatError:
+    return ChatError(
+        f"no call can be forced with the chat template of '{form.name}'; found that {reason}; "
+        f'send tool_choice="auto", and ask for the call in a message'
+    )

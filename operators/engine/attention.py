@@ -1,5 +1,7 @@
-"""Attention over pages, registered with transformers: one new token per active row, and whole new
-prefixes.
+"""Keys and values in pages, the new tokens of a step laid out, and attention over both,
+registered with transformers.
+
+Axes: P pages, H key/value heads, D width of a head.
 
 The model is called on one flattened sequence of N tokens: first the newest token of each active
 row, then the tokens of new prefixes, one after the other without padding. Axes: n active rows, P
@@ -9,15 +11,214 @@ key/value heads, D width of a head.
 
 from __future__ import annotations
 
+import itertools
+import math
+import mmap
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+import numpy as np
+import psutil
 import torch
 import torch.nn.functional as F
 
-from operators.engine.kv_cache import KVCache
-from operators.engine.pages import PAGE
-from operators.models.errors import ModelError
+from dataflow.records import AnyArray
+from operators.engine.pages import PAGE, Prefix, pages_for
+from operators.models.folders import ModelError
+
+CPU_SHARE, GPU_SHARE = 0.5, 0.85
+"""Part of the memory free now that the cache may grow to when no budget is given."""
+
+
+class KVCache:
+    """Pages of keys and values for every layer; a layer's tensors are made when it is first
+    written.
+    """
+
+    def __init__(self, pages: int) -> None:
+        """Allocate `pages` pages, and one more that pads a batch and is never read."""
+        self.pages = pages
+        self.scratch = pages
+        self._layers: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+
+    def layer(
+        self, index: int, key: torch.Tensor, value: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys [P + 1, H, PAGE, D] and values of a layer, made like its new ones [1, H, N, D]."""
+        pair = self._layers.get(index)
+        if pair is None:
+            pair = (self._empty(key), self._empty(value))
+            self._layers[index] = pair
+        return pair
+
+    @property
+    def layers(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Keys and values by layer, of those written so far."""
+        return [self._layers[index] for index in sorted(self._layers)]
+
+    @property
+    def token_bytes(self) -> int:
+        """Bytes that one position takes in all layers."""
+        return sum(side[0].nbytes // PAGE for both in self._layers.values() for side in both)
+
+    def clear(self, pages: torch.Tensor) -> None:
+        """Zero some pages: a masked position weighs nothing only as long as it holds a finite
+        number.
+        """
+        for keys, values in self._layers.values():
+            keys[pages] = 0
+            values[pages] = 0
+
+    def copy(
+        self,
+        from_pages: torch.Tensor,
+        from_places: torch.Tensor,
+        to_pages: torch.Tensor,
+        to_places: torch.Tensor,
+    ) -> None:
+        """Copy keys and values of single positions, given as pages and places in them, int64 [m]
+        each.
+        """
+        for side in itertools.chain(*self._layers.values()):
+            side[to_pages, :, to_places] = side[from_pages, :, from_places]
+
+    def drop(self) -> None:
+        """Free the memory; its content is lost. It is allocated again at the next write."""
+        self._layers.clear()
+
+    def _empty(self, like: torch.Tensor) -> torch.Tensor:
+        shape = (self.pages + 1, like.shape[1], PAGE, like.shape[3])
+        nbytes = math.prod(shape) * like.element_size()
+        try:
+            if like.device.type == "cpu":
+                return huge_pages(nbytes).view(like.dtype).view(shape)
+            return torch.zeros(shape, dtype=like.dtype, device=like.device)
+        except (RuntimeError, OSError, ValueError) as error:
+            raise ModelError(
+                f"the KV-cache does not fit: {self.pages} pages of {PAGE} tokens need {2 * nbytes}"
+                f" bytes in every layer ({error}); lower slots, context_tokens or cache_bytes of"
+                " the generator"
+            ) from error
+
+
+def page_count(*, slots: int, context_tokens: int, token_bytes: int, budget: int) -> int:
+    """Pages for `slots` sequences of `context_tokens` tokens, as far as `budget` bytes allow.
+
+    Raises:
+        ModelError: not even one sequence fits.
+    """
+    slot_pages = pages_for(context_tokens)
+    affordable = budget // max(1, PAGE * token_bytes)
+    if affordable < slot_pages:
+        raise ModelError(
+            f"the KV-cache cannot hold one rollout: {context_tokens} tokens take"
+            f" {slot_pages * PAGE * token_bytes} bytes ({token_bytes} each), but its budget is"
+            f" {budget}"
+            " bytes; raise cache_bytes, or lower context_tokens"
+        )
+    return min(affordable, slots * slot_pages)
+
+
+def default_budget(device: torch.device, weights: int) -> int:
+    """Bytes the cache may take when nobody says: a share of what is free on the device now.
+
+    weights: bytes of the model, of which a second version arrives on a GPU beside the one that is
+    computed with.
+    """
+    if device.type == "cuda":
+        return int(GPU_SHARE * max(0, torch.cuda.mem_get_info(device)[0] - weights))
+    return int(CPU_SHARE * psutil.virtual_memory().available)
+
+
+def huge_pages(nbytes: int) -> torch.Tensor:
+    """Zeros uint8 [nbytes] on huge pages where the system gives them; memory is taken when first
+    written.
+    """
+    memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    return torch.frombuffer(memory, dtype=torch.uint8)
+
+
+@dataclass(frozen=True)
+class NewRow:
+    """The new part of the flattened row: M tokens."""
+
+    layout: NewTokens
+    tokens: torch.Tensor
+    """int64 [M]."""
+    positions: torch.Tensor
+    """int64 [M]."""
+    last: AnyArray
+    """Index of each prefix's last token among the M."""
+
+
+class Fused(Protocol):
+    """A native implementation of the whole model: from tokens to logits, filling the cache on its
+    way.
+    """
+
+    def refresh(self) -> None:
+        """Take over the weights that the model has now."""
+
+    def let_go(self) -> None:
+        """Give back what it made of them, until `refresh`."""
+
+    def __call__(
+        self,
+        tokens: torch.Tensor,
+        positions: torch.Tensor,
+        cache: KVCache,
+        layout: AttentionLayout,
+        new: Sequence[Prefix],
+    ) -> torch.Tensor:
+        """Logits [n + I, V] of the newest tokens [n] at positions [n], and of the new prefixes."""
+
+
+def lay_out(prefixes: Sequence[Prefix], put: Callable[[AnyArray], torch.Tensor]) -> NewRow:
+    """Where everything goes. `put` brings an array onto the device."""
+    counts = np.array([prefix.new for prefix in prefixes])
+    ends = np.cumsum(counts)
+    firsts = ends - counts
+    at = np.arange(int(counts.max()))
+    padded = np.minimum(firsts[:, None] + at, ends[:, None] - 1)
+    packed = np.nonzero((at < counts[:, None]).ravel())[0]
+    positions = np.concatenate([np.arange(p.cached * PAGE, len(p.tokens)) for p in prefixes])
+    source, page = [], []
+    for first, prefix in zip(firsts, prefixes, strict=True):
+        begin, whole, end = (
+            prefix.cached * PAGE,
+            len(prefix.tokens) // PAGE * PAGE,
+            len(prefix.tokens),
+        )
+        place = np.arange(begin, whole)
+        source.append(first + place - begin)
+        page.append(np.asarray(prefix.tables[0], np.int64)[place // PAGE])
+        tail = np.arange(max(whole, begin), end)
+        if len(tail):
+            for table in prefix.tables:
+                source.append(first + tail - begin)
+                page.append(np.full(len(tail), table[whole // PAGE], np.int64))
+    sources = np.concatenate(source)
+    new = NewTokens(
+        padded=put(padded),
+        packed=put(packed),
+        source=put(sources),
+        page=put(np.concatenate(page)),
+        offset=put(positions[sources] % PAGE),
+    )
+    if any(prefix.cached for prefix in prefixes):
+        pages: AnyArray = np.zeros(
+            (len(prefixes), max(len(prefix.tables[0]) for prefix in prefixes)), np.int64
+        )
+        for i, prefix in enumerate(prefixes):
+            pages[i, : len(prefix.tables[0])] = prefix.tables[0]
+        new.before = put(np.array([prefix.cached * PAGE for prefix in prefixes]))
+        new.table = put(pages)
+    tokens = np.concatenate([prefix.tokens[prefix.cached * PAGE :] for prefix in prefixes])
+    return NewRow(new, put(tokens), put(positions), ends - 1)
+
 
 NAME = "dataflow_slots"
 """Under which transformers knows `attend`."""

@@ -1,6 +1,5 @@
-"""Builds this project's own engine: model, tokenizer, stops, and the self-test that they fit
-together.
-"""
+"""Builds the engine that a generator declares: this project's own, on one rank or several, with
+the self-test that its parts fit together, or vLLM's."""
 
 from __future__ import annotations
 
@@ -16,29 +15,26 @@ from dataflow.records import AnyArray
 from dataflow.runtime import Context
 from dataflow.weight_ends import WeightsIn
 from operators.engine import attention
-from operators.engine.attention import AttentionLayout, Kernel
+from operators.engine.attention import AttentionLayout, Kernel, KVCache, lay_out
 from operators.engine.cuda import available
 from operators.engine.cuda.fuse import fuse_layers
 from operators.engine.decode import Engine
 from operators.engine.interface import DecodingEngine
-from operators.engine.knobs import GeneratorKnobs
-from operators.engine.kv_cache import KVCache
 from operators.engine.native import attention as native
 from operators.engine.native.fused import FusedStep, supports
 from operators.engine.pages import Prefix, pages_for
 from operators.engine.precision import Sliced, cast, quantise, unrounded
 from operators.engine.precision.intake import Intake
-from operators.engine.prefill import lay_out
 from operators.engine.sampling_params import Sampling
 from operators.engine.stop_strings import StopStrings, stops_of
+from operators.generator import GeneratorKnobs
+from operators.models.adapters import Merged
 from operators.models.borders import late_borders, longest, moved_borders, settle_rope
-from operators.models.errors import ModelError
+from operators.models.folders import ModelError
 from operators.models.loading import load_merged, load_tokenizer
-from operators.models.merged_adapters import Merged
 
 if TYPE_CHECKING:
-    from operators.ranks.exchange import Exchange
-
+    from operators.ranks.team import Exchange
 
 # Proves, once, that a model decodes from pages as it does by itself: a few tokens both ways.
 
@@ -343,3 +339,20 @@ def sampling_of(declaration: GeneratorKnobs) -> Sampling:
 def context_tokens_of(declaration: GeneratorKnobs, config: Any) -> int:
     """Most tokens of prompt and completion together. ModelError as `longest`."""
     return longest(declaration.model, config, declaration.context_tokens) or CONTEXT_TOKENS
+
+
+def make_engine(declaration: GeneratorKnobs, context: Context) -> BuiltEngine:
+    """Load model and tokenizer onto the device of `context`; with `tensor_parallel` above 1 this
+    process is rank 0.
+
+    Raises ModelError when they cannot be used.
+    """
+    if declaration.tensor_parallel > 1:
+        from operators.engine.parallel.launch import make_parallel
+
+        return make_parallel(declaration, context, declaration.tensor_parallel)
+    if declaration.engine == "vllm":
+        from operators.engine.vllm.engine import build_vllm
+
+        return build_vllm(declaration, context)
+    return build_native(declaration, context)

@@ -15,28 +15,31 @@ import torch
 
 from dataflow.folder.partial_rollouts import PartialRollout
 from dataflow.records import AnyArray
-from operators.engine.attention import AttentionLayout, Kernel
+from operators.engine.attention import (
+    AttentionLayout,
+    Fused,
+    Kernel,
+    KVCache,
+    NewRow,
+    default_budget,
+    lay_out,
+    page_count,
+)
 from operators.engine.cuda.available import drawing
 from operators.engine.cuda.graphs import GraphedDecode
 from operators.engine.cuda.late import LateFlags
-from operators.engine.finish_reasons import ABORTED, BROKEN
-from operators.engine.kv_cache import KVCache, default_budget, page_count
+from operators.engine.interface import ABORTED, BROKEN, EndedRollout, PromptStart, Row, begun
 from operators.engine.pages import PAGE, Pages, Prefix, fitting, pages_for
-from operators.engine.parking import Parked, to_park
-from operators.engine.prefill import Fused, NewRow, lay_out
-from operators.engine.results import EndedRollout, PromptStart, Row, begun
-from operators.engine.rows import Rows, put
+from operators.engine.rows import Parked, Rows, put, to_park
 from operators.engine.sampler import likeliest
 from operators.engine.sampling_params import Sampling
 from operators.engine.stop_strings import StopStrings
-from operators.models.heap import trim_memory
+from operators.models.loading import trim_memory
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from dataflow.records import AnyArray
-    from operators.engine.sampling_params import RowSampling, Sampling
-
+    from operators.engine.sampling_params import RowSampling
 
 # The likeliest tokens beside each that is drawn, for rollouts that ask for them.
 
@@ -566,3 +569,21 @@ class Engine:
 
     def _put(self, values: AnyArray) -> torch.Tensor:
         return put(values, self.device)
+
+
+@torch.inference_mode()
+def put_aside(engine: Engine) -> list[torch.Tensor]:
+    """Free keys and values, packed weights and captured steps; live rows wait as parked ones do.
+    Returns the model's tensors, which stay unread until `Engine.adopted`; make no step before it.
+
+    Returns the model's tensors, which nobody reads until `Engine.adopted`; no step may be made
+    before it.
+    """
+    engine.park_all()
+    engine.pages.forget()
+    if engine.graphed is not None:
+        engine.graphed.replays.forget()
+    if engine.fused is not None:
+        engine.fused.let_go()
+    engine.cache.drop()
+    return [*engine.model.parameters(), *engine.model.buffers()]

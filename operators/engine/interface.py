@@ -1,13 +1,116 @@
-"""The interface of an engine to the runtime and to a server, whatever runs its forward passes."""
+"""An engine's interface to the runtime and to a server: what goes in, what comes out, and why a
+row ended."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
 
-if TYPE_CHECKING:
-    from dataflow.folder.partial_rollouts import PartialRollout
-    from operators.engine.results import EndedRollout, PromptStart, Row
+from dataflow.folder.partial_rollouts import PartialRollout
+from dataflow.records import AnyArray
+from dataflow.tokens.rollout_tokens import RolloutTokens
+from dataflow.tokens.sampling_mask import SamplingMask
+from operators.engine.sampling_params import Sampling
+from operators.engine.stop_strings import StopStrings
+
+STOPPED, TOO_LONG, BROKEN, ABORTED = 0, 1, 2, 3
+"""An end token or stop string, its length limit, logits that are not finite, the caller's wish."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PromptStart:
+    """A prompt whose rollouts (all, or some) start in this step."""
+
+    prompt: AnyArray
+    """Its tokens, int64 [at least 1]."""
+    limit: int
+    """Most tokens of prompt and completion together."""
+    tickets: Sequence[int]
+    """The caller's number of each rollout."""
+    seeds: Sequence[int]
+    """Of each rollout, int64."""
+    sampling: Sampling | None = None
+    """How its tokens are drawn; None: as the engine draws them."""
+    stop: StopStrings | None = None
+    """Strings at which it ends; None: the engine's."""
+    alternatives: int = 0
+    """Likeliest tokens to note beside each that is drawn."""
+    partial: Sequence[PartialRollout | None] = ()
+    """Of each rollout, what it had drawn before, from its first token; None, or nothing at all,
+    where that is none."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """One rollout outside the batch, with all that is needed to go on with it: parked, or looked
+    at.
+    """
+
+    ticket: int
+    age: int
+    """Rises with every rollout that starts."""
+    tokens: RolloutTokens
+    """Prompt and completion so far, with a sampling mask where that is recorded."""
+    start: int
+    """Tokens of the prompt."""
+    limit: int
+    seed: int
+    sampling: Sampling
+    stop: StopStrings | None
+
+    def ended(self, reason: int, text: str | None = None) -> EndedRollout:
+        """As one that ends here."""
+        return EndedRollout(
+            tokens=self.tokens, start=self.start, reason=reason, ticket=self.ticket, text=text
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EndedRollout:
+    """A rollout that ended."""
+
+    tokens: RolloutTokens
+    """Prompt and completion."""
+    start: int
+    """Tokens of the prompt."""
+    reason: int
+    """STOPPED, TOO_LONG, BROKEN or ABORTED."""
+    ticket: int = -1
+    """The caller's number of it; of one that no engine drew, -1."""
+    text: str | None = None
+    """The completion, where it is not simply its tokens: before a stop string, or as it was
+    given."""
+    error: str | None = None
+    """What failed, where it is not the model."""
+
+
+def begun(
+    start: PromptStart, age: int, sampling: Sampling, stop: StopStrings | None, *, masks: bool
+) -> list[Row]:
+    """The rows of a prompt's rollouts, the first of this age. masks: it is recorded what truncation
+    left.
+
+    sampling, stop: the engine's, where `start` says nothing.
+    """
+    before = len(start.prompt)
+    prompt = RolloutTokens.given(start.prompt)
+    if masks:
+        prompt = replace(prompt, sampling_mask=SamplingMask.none(before))
+    partial = start.partial or [None] * len(start.tickets)
+    return [
+        Row(
+            ticket=start.tickets[i],
+            age=age + i,
+            start=before,
+            limit=start.limit,
+            seed=start.seeds[i],
+            tokens=prompt if rollout is None else RolloutTokens.joined([prompt, rollout.tokens]),
+            sampling=start.sampling or sampling,
+            stop=start.stop or stop,
+        )
+        for i, rollout in enumerate(partial)
+    ]
 
 
 class DecodingEngine(Protocol):

@@ -4,6 +4,7 @@ token may be.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -13,7 +14,7 @@ import torch
 from dataflow.records import AnyArray
 from operators.chat.chat_format import ChatError, ChatFormat
 from operators.chat.chat_template import mixed_stop, special_tokens
-from operators.models.errors import ModelError
+from operators.models.folders import ModelError
 
 TAIL_TOKENS = 8
 """Tokens decoded at the end of a completion, beyond the bytes of the longest stop string."""
@@ -160,3 +161,31 @@ def end_tokens(model: Any, tokenizer: Any) -> list[int]:
         ids = getattr(holder, "eos_token_id", None)
         tokens.update([ids] if isinstance(ids, int) else ids or [])
     return sorted(tokens)
+
+
+MOST_STOPS = 64
+"""Lists of stops that are kept: each has a mask as wide as the vocabulary."""
+
+
+class StopCache:
+    """Makes what a request stops by; requests with the same strings share it, since the engine
+    keeps each it met.
+    """
+
+    def __init__(self, tokenizer: Any, ends: frozenset[int]) -> None:
+        """ends: tokens that end every rollout anyway. The tokenizer is used on the engine's
+        thread.
+        """
+        self._tokenizer, self._ends = tokenizer, ends
+        self.made = functools.lru_cache(MOST_STOPS)(self._make)
+
+    def __call__(self, stop: tuple[str, ...], ids: tuple[int, ...] = ()) -> StopStrings | None:
+        """What ends a rollout at any of these strings or ids; None where end tokens do already.
+        Raises ModelError as `apart`.
+        """
+        return self.made(stop, ids)
+
+    def _make(self, stop: tuple[str, ...], ids: tuple[int, ...]) -> StopStrings | None:
+        tokens, texts = apart(self._tokenizer, (*ids, *stop))
+        token_ids = [token for token in tokens if token not in self._ends]
+        return StopStrings(self._tokenizer, (*token_ids, *texts)) if token_ids or texts else None

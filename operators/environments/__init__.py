@@ -1,8 +1,7 @@
 """Environments of other systems as episodes, as they are: an adapter for each system."""
 
 from operators.environments.declaration import environment
-from operators.environments.trl_form import trl_environment
-from operators.environments.trl_programs import trl_environments, trl_rollout
+from operators.environments.trl_form import trl_environment, trl_environments, trl_rollout
 from operators.environments.verifiers_form import verifiers_environment
 
 __all__ = [

@@ -18,8 +18,19 @@ from dataflow.records import PROMPT
 from dataflow.runtime import Context, Runtime
 from dataflow.system.text import sound
 from operators.chat.conversation import Past
-from operators.environments.session import InvalidAction, Seen, Session, checked_reward, seed_of
-from operators.environments.systems import at_once, look_of, made, missing, split, started
+from operators.environments.session import (
+    InvalidAction,
+    Seen,
+    Session,
+    at_once,
+    checked_reward,
+    look_of,
+    made,
+    missing,
+    seed_of,
+    split,
+    started,
+)
 from operators.episodes.chat import Chat, EpisodeOver
 from operators.episodes.declaration import Episode
 from operators.prompts import Prompts

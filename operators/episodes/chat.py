@@ -16,7 +16,7 @@ from dataflow.scoring.calls import Ask
 from dataflow.system.text import sound, strict_json
 from operators.chat.tool_calls import ReadTurn
 from operators.episodes.conversations import FIRST, ConversationOrigin
-from operators.episodes.heard import Heard, text_of
+from operators.episodes.dialogue import Heard, text_of
 from operators.tools.rollout_tools import RolloutTools
 
 # What the policy said in a turn: its text, and the calls of tools that stand in it.
@@ -25,7 +25,7 @@ from operators.tools.rollout_tools import RolloutTools
 class Reply(str):
     """The text of a turn, without its end token; with the calls that were read in it.
 
-    >>> from operators.chat.text_calls import TextCalls
+    >>> from operators.chat.tool_calls import TextCalls
     >>> text = "so <call>add(a=2, b=3)</call>"
     >>> reply = Reply(text, TextCalls().format().read(text))
     >>> reply == text, reply.content, reply.tool_calls[0]["function"]["name"]

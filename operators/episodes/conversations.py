@@ -26,12 +26,12 @@ from dataflow.tokens.training_rows import NO_TURN, TrainingRow, end_to_end
 from operators.episodes.dialogue import (
     Context,
     Dialogue,
+    Heard,
     SaidTurn,
     TurnRequest,
     row_ids,
     turn_rewards,
 )
-from operators.episodes.heard import Heard
 
 
 @dataclass(frozen=True)

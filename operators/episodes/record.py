@@ -39,8 +39,7 @@ from dataflow.tokens.rollout_tokens import RolloutTokens
 from dataflow.tokens.sampling_mask import SamplingMask
 from dataflow.worker.host import in_flight
 from operators.episodes.conversations import RecordedTurn
-from operators.episodes.dialogue import SaidTurn
-from operators.episodes.heard import read, written
+from operators.episodes.dialogue import SaidTurn, read, written
 
 SCHEMA = pa.schema(
     [

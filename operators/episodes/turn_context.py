@@ -11,12 +11,34 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
+import pyarrow as pa
 
-from dataflow.records import AnyArray
+from dataflow.records import (
+    GROUP_ID,
+    MIN_VERSION,
+    MOST_TOKENS,
+    OF_GROUP,
+    OF_SOURCE,
+    SEED,
+    STOP,
+    TEMPERATURE,
+    TOKENS,
+    TURN_REQUEST,
+    AnyArray,
+    schema,
+)
 from operators.chat.chat_format import ChatFormat, Message
 from operators.chat.conversation import Conversation, Past
-from operators.episodes.dialogue import Context, SaidTurn, row_ids
-from operators.episodes.heard import Heard, messages_of, text_of
+from operators.episodes.dialogue import (
+    Context,
+    Heard,
+    SaidTurn,
+    TurnRequest,
+    messages_of,
+    row_ids,
+    text_of,
+)
+from operators.generation.groups import PromptGroup
 
 KEPT_TEXTS = 4096
 """Short texts whose tokens are kept: worlds repeat themselves."""
@@ -200,3 +222,20 @@ class ChatContext:
 def _messages(how: Mapping[str, Any]) -> list[Message]:
     """Of a history as `chat.rewriting` has it."""
     return how.get("messages") or [{"role": "user", "content": how["text"]}]
+
+
+def request_rows(requests: Sequence[tuple[PromptGroup, TurnRequest]]) -> pa.RecordBatch:
+    """In the columns of `TURN_REQUEST`, each with the group of the rollout that it is for."""
+    columns = {
+        GROUP_ID: [request.number for _, request in requests],
+        OF_SOURCE: [group.source for group, _ in requests],
+        OF_GROUP: [group.group_id for group, _ in requests],
+        MIN_VERSION: [group.min_version for group, _ in requests],
+        SEED: [request.seed for _, request in requests],
+        MOST_TOKENS: [request.most for _, request in requests],
+        TEMPERATURE: [request.temperature for _, request in requests],
+        STOP: [request.stop or None for _, request in requests],
+        TOKENS: [request.tokens for _, request in requests],
+    }
+    arrays = [pa.array(columns[name], kind) for name, kind in TURN_REQUEST.items()]
+    return pa.RecordBatch.from_arrays(arrays, schema=schema(TURN_REQUEST))

@@ -18,7 +18,7 @@ from dataflow.scoring.resting import RestingLimit
 from dataflow.scoring.return_values import checker, describe
 from dataflow.scoring.values import row_arguments
 from operators.episodes.chat import Chats, EpisodeOver
-from operators.episodes.knobs import FunctionKnobs
+from operators.episodes.declaration import FunctionKnobs
 from operators.tools.rollout_tools import RolloutTools
 from operators.tools.toolbox import Toolbox
 

@@ -34,11 +34,10 @@ from operators.forward_pass.query import ModelQuery, Reading
 from operators.forward_pass.reading import reading_of
 from operators.models.loading import load_merged
 from operators.models.read_weights import ReadWeights
-from operators.training.learner.packing import pack, split
-from operators.training.learner.rows import usable
+from operators.training.learner.rows import pack, split, usable
 
 if TYPE_CHECKING:
-    from operators.models.merged_adapters import Merged
+    from operators.models.adapters import Merged
 
 
 # Which groups may be computed under the weights at hand: a pure rule over versions and groups,

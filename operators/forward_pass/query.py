@@ -16,7 +16,7 @@ from operators.training.learner.learner import Forward
 @dataclass(frozen=True, kw_only=True)
 class ModelQuery:
     """Sequences and where a number is wanted; axis suffixes as in
-    `operators.training.learner.packing`, R sequences.
+    `operators.training.learner.rows`, R sequences.
     """
 
     tokens_S: AnyArray

@@ -21,13 +21,11 @@ from operators.chat.chat_template import ChatTemplate, beginning_of
 from operators.forward_pass.knobs import ForwardKnobs, LogprobsKnobs, RewardKnobs
 from operators.forward_pass.query import ModelQuery, Reading, lists
 from operators.models.borders import longest
-from operators.models.errors import ModelError
+from operators.models.folders import ModelError
 from operators.models.loading import load_tokenizer
-from operators.training.cpu.direct_gradients import DirectGradients
-from operators.training.cpu.products import multiplies_bfloat16
-from operators.training.learner.critic import Critic
+from operators.training.learner.cpu import DirectGradients, multiplies_bfloat16
 from operators.training.learner.learner import Forward
-from operators.training.learner.policy import Policy
+from operators.training.learner.policy import Critic, Policy
 from operators.training.learner.rows import StepRows, step_rows
 
 # Asks a model about the rollouts' own tokens: log-probabilities and values.

@@ -1,16 +1,21 @@
-"""A prompt group on its way through the engine, and the rollout columns made of finished ones."""
+"""A prompt group on its way through the engine: turns of episodes, what it is sampled with, its
+columns when it has ended, and what is written down of one that has not."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
 import xxhash
 
-from dataflow.folder.partial_rollouts import PartialRollout
+from dataflow.folder.finished import PartialRolloutFiles
+from dataflow.folder.knob_changes import KnobChange
+from dataflow.folder.partial_rollouts import PartialRollout, PartialRow
 from dataflow.records import (
     COMPLETION,
     ERROR,
@@ -22,17 +27,90 @@ from dataflow.records import (
     RAW_COMPLETION,
     ROLLOUT_COLUMNS,
     ROLLOUT_ID,
+    ROUND_SIZE,
     SAMPLING_MASK,
     TEMPERATURE,
     AnyArray,
 )
-from dataflow.runtime import Batch
+from dataflow.runtime import Batch, Context
+from dataflow.staleness import Bound
 from dataflow.tokens.rollout_tokens import RolloutTokens
-from operators.engine.finish_reasons import BROKEN, STOPPED
-from operators.engine.results import EndedRollout
+from dataflow.worker.host import in_flight
+from operators.engine.build import sampling_of
+from operators.engine.interface import BROKEN, STOPPED, DecodingEngine, EndedRollout
 from operators.engine.sampling_params import Sampling
-from operators.generation.sampled_with import SampledWith
-from operators.generation.turns import Turn
+from operators.generator import GeneratorKnobs
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Turn:
+    """One turn of a rollout that an episode makes: a group of one, admitted as the group of the
+    rollout.
+    """
+
+    number: int
+    """By which the batch that it came with knows it."""
+    queue: str
+    """In which it waits to be admitted, in the order of its rollout's group."""
+    seed: int
+    limit: int
+    """Most tokens of the conversation and the turn."""
+    temperature: float | None
+    """At which it is sampled; None: as the generator samples when it starts."""
+    stop: tuple[str, ...] = ()
+    """Strings at which it ends; none: the generator's own."""
+
+
+def with_turns(bounds: Mapping[str, Bound], episodes: Iterable[str]) -> dict[str, Bound]:
+    """Bounds by source and, for each queue of turns, that of the source whose rollouts they belong
+    to.
+    """
+    turns = {
+        queue_of(episode, source): bound for episode in episodes for source, bound in bounds.items()
+    }
+    return {**bounds, **turns}
+
+
+def no_turns(queues: Iterable[str]) -> set[str]:
+    """Those queues in which prompts wait, and no turns."""
+    return {queue for queue in queues if "/" not in queue}
+
+
+def queue_of(episode: str, source: str) -> str:
+    """In which the turns of one source's rollouts wait."""
+    return f"{episode}/{source}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class SampledWith:
+    """All rollouts of a group have the same."""
+
+    sampling: Sampling
+    max_tokens: int
+
+    @classmethod
+    def of(cls, declaration: GeneratorKnobs) -> SampledWith:
+        """Those of a declaration."""
+        return cls(sampling=sampling_of(declaration), max_tokens=declaration.max_tokens)
+
+    @classmethod
+    def over(cls, declaration: GeneratorKnobs, changes: Iterable[KnobChange]) -> list[SampledWith]:
+        """Those that the run has had, newest last. declaration: with the values in force; changes:
+        that led there.
+        """
+        settings = [cls.of(declaration)]
+        for change in reversed(list(changes)):
+            if change.knob in declaration.settable():
+                changed = declaration.with_knob(change.knob, change.was)
+                assert isinstance(changed, GeneratorKnobs), "it is the same with another value"
+                declaration = changed
+                settings.append(cls.of(declaration))
+        return settings[::-1]
+
+    def __str__(self) -> str:
+        """For a checksum; knobs that are off leave no trace."""
+        return repr([*sorted(asdict(self.sampling).items()), self.max_tokens])
+
 
 REASONS = ("stop", "length", "error")
 """Finish reasons by the engine's codes."""
@@ -303,3 +381,132 @@ def texts_of(rows: Sequence[EndedRollout], tokenizer: Any, ends: frozenset[int])
         ):
             texts[i] = text
     return texts
+
+
+NEVER = np.iinfo(np.int64).max // 2
+"""Tokens that no rollout comes to."""
+
+
+class PartialRollouts:
+    """Writes a generator's unfinished rollouts down, and finds those of earlier processes.
+
+    consumes: the live rollouts and the ended ones of incomplete groups, by `write`; groups that
+        start, by `recall`
+    produces: rows on the disk; for a group that starts, what earlier processes drew of it
+    waits for: the disk
+    unblocked by: -
+
+    Once in `every` decode steps it writes the rollouts that have grown by `every` tokens since they
+    were last written, and the ends of those whose siblings go on. A group whose rollouts all are
+    shorter costs nothing.
+    """
+
+    def __init__(
+        self, files: Mapping[str, PartialRolloutFiles], *, seed: int, every: int, masks: bool
+    ) -> None:
+        """files: by source. every: tokens. masks: rollouts record what truncation left."""
+        self.recalled = 0
+        """Tokens that were not drawn again."""
+        self._files, self._seed, self._every, self._masks = files, seed, every, masks
+        self._steps = 0
+
+    def recall(
+        self,
+        group: PromptGroup,
+        sampled: Sequence[SampledWith],
+        may_go_on: Callable[[PartialRollout], bool],
+    ) -> None:
+        """Let a group that is about to start begin with what is on the disk of it, unless it is of
+        an evaluation.
+
+        sampled: what groups of the run were sampled with, newest last; it goes on with what it had.
+        may_go_on: whether a rollout that has drawn this much, or ended with it, may still be
+        trained.
+        """
+        files = self._files.get(group.source)
+        if files is None or group.batch.records.column(ROUND_SIZE)[group.row].as_py():
+            return
+        rows = files.find(group.group_id)
+        partials: dict[int, PartialRollout] = {}
+        for group.sampled in dict.fromkeys(reversed(sampled)):
+            group.mark = group.mark_of(self._seed)
+            for row in rows:
+                has_masks = row.rollout.tokens.sampling_mask is not None
+                fits = (
+                    row.mark == group.mark
+                    and row.position < group.size
+                    and has_masks == self._masks
+                )
+                if fits and row.position not in partials and may_go_on(row.rollout):
+                    partials[row.position] = row.rollout
+            if partials:
+                break
+        else:
+            group.sampled = sampled[-1]
+            group.mark = group.mark_of(self._seed)
+        group.written = [0] * group.size
+        if partials:
+            group.go_on(partials)
+            self.recalled += sum(len(rollout.tokens) for rollout in partials.values())
+
+    def write(self, engine: DecodingEngine, tickets: Mapping[int, tuple[PromptGroup, int]]) -> None:
+        """Write down what has grown, if so many steps have passed. tickets: group and position of
+        live rollouts.
+
+        Raises RunFolderError when the disk refuses.
+        """
+        if engine.steps - self._steps < self._every:
+            return
+        self._steps = engine.steps
+        rows: dict[str, list[PartialRow]] = defaultdict(list)
+
+        def since(ticket: int) -> int:
+            group, position = tickets[ticket]
+            return NEVER if group.mark is None else group.written[position]
+
+        def add(group: PromptGroup, position: int, rollout: PartialRollout) -> None:
+            assert group.mark is not None, "it was asked for"
+            group.written[position] = rollout.end
+            rows[group.source].append(PartialRow(group.group_id, position, group.mark, rollout))
+
+        for ticket, rollout in engine.new_tokens(since, self._every):
+            add(*tickets[ticket], rollout)
+        for group in {
+            id(group): group for group, _ in tickets.values() if group.mark is not None
+        }.values():
+            for position, rollout in group.unwritten_ends(self._every):
+                add(group, position, rollout)
+        for source, of_source in rows.items():
+            self._files[source].append(of_source)
+
+    def forget(self, source: str, group: int) -> None:
+        """The group has an outcome."""
+        if source in self._files:
+            self._files[source].forget(group)
+
+    def close(self) -> None:
+        """End the files that are being written."""
+        for files in self._files.values():
+            files.close()
+
+
+def partial_rollouts_of(declaration: GeneratorKnobs, context: Context) -> PartialRollouts | None:
+    """Those of a generator that has a run folder, those of earlier processes looked through; None
+    for vLLM, which cannot go on with any.
+    """
+    folder, ledger = context.folder, context.ledger
+    if folder is None or ledger is None or declaration.engine == "vllm":
+        return None
+    files = {
+        source: PartialRolloutFiles(
+            folder.finished(context.node),
+            source,
+            replica=context.rank,
+            attempt=context.attempt,
+            waited_for=partial(in_flight, ledger, source, folder),
+        )
+        for source in context.columns
+    }
+    return PartialRollouts(
+        files, seed=context.seed, every=declaration.segment_tokens, masks=declaration.records_mask
+    )

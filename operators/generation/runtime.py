@@ -40,19 +40,26 @@ from dataflow.runtime import Batch, Context, KnobsInForce, Runtime
 from dataflow.tokens.rollout_tokens import RolloutTokens
 from dataflow.weight_ends import WeightsIn
 from operators.chat.chat_template import ChatTemplate
-from operators.engine.decode import PREFILL_TOKENS
-from operators.engine.finish_reasons import TOO_LONG
-from operators.engine.knobs import GeneratorKnobs
-from operators.engine.make import make_engine
-from operators.engine.request_stops import StopCache
-from operators.engine.results import EndedRollout, PromptStart
-from operators.engine.sleep import put_aside
+from operators.engine.build import make_engine
+from operators.engine.decode import PREFILL_TOKENS, put_aside
+from operators.engine.interface import TOO_LONG, EndedRollout, PromptStart
+from operators.engine.stop_strings import StopCache
 from operators.generation import groups
-from operators.generation.groups import REASONS, PromptGroup, error_of, temperature_of, texts_of
-from operators.generation.partial_rollouts import partial_rollouts_of
-from operators.generation.sampled_with import SampledWith
+from operators.generation.groups import (
+    REASONS,
+    PromptGroup,
+    SampledWith,
+    Turn,
+    error_of,
+    no_turns,
+    partial_rollouts_of,
+    queue_of,
+    temperature_of,
+    texts_of,
+    with_turns,
+)
 from operators.generation.tokenize import RowLayout, encode, unknown_token
-from operators.generation.turns import Turn, no_turns, queue_of, with_turns
+from operators.generator import GeneratorKnobs
 from operators.models.read_weights import ReadWeights
 
 # Turns that episodes ask a generator for, as groups of one: admitted as the group of their

@@ -10,7 +10,7 @@ from collections.abc import Collection, Iterator
 from typing import TYPE_CHECKING, Any
 
 from dataflow.model import Model
-from operators.models.errors import ModelError
+from operators.models.folders import ModelError
 
 if TYPE_CHECKING:
     import torch

@@ -12,9 +12,18 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from dataflow.errors import RunError
 from dataflow.model import ADAPTER_CONFIG, Model, holds_adapters
 from dataflow.model_files import tensor_shapes
-from operators.models.errors import ModelError
+
+
+class ModelError(RunError):
+    """A model or tokenizer that could not be loaded: folder, shard, weights, or code that may not
+    run.
+    """
+
+    is_lasting = True
+
 
 WEIGHTS_FILE = "adapter_model.safetensors"
 PREFIX = "base_model.model."

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from operators.models.errors import ModelError
+from operators.models.folders import ModelError
 
 KEYS_AND_VALUES = ("k_proj", "v_proj")
 """Last names of the projections whose rows are key/value heads."""

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from operators.models.errors import ModelError
+from operators.models.folders import ModelError
 
 
 def decoder_layers(module: Any) -> list[torch.nn.Module]:

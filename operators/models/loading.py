@@ -10,6 +10,7 @@ Weights are read tensor by tensor into memory of their own, so that no file stay
 from __future__ import annotations
 
 import contextlib
+import ctypes
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,15 +21,36 @@ from dataflow.gguf.content import GGUFError
 from dataflow.gguf.conversion import converted
 from dataflow.model import LoRA, Model, holds_adapters, is_gguf
 from dataflow.model_files import folder_fault
-from operators.models.errors import ModelError
-from operators.models.folders import base_of
-from operators.models.heap import trim_memory
+from operators.models.folders import ModelError, base_of
 
 if TYPE_CHECKING:
     import torch
 
-    from operators.models.merged_adapters import Merged
+    from operators.models.adapters import Merged
     from operators.models.slices import Outline, Runs
+
+_M_MMAP_THRESHOLD = -3
+MAPPED_BYTES = 2 << 20
+
+
+def trim_memory() -> None:
+    """Give back what lies free anywhere in the heap: workers keep up to 256 MiB of it otherwise
+    (`transport.data.keep_freed_memory`), and holes of any size. Takes milliseconds for each 100
+    MiB.
+    """
+    with contextlib.suppress(AttributeError, OSError):  # not every C library has it
+        ctypes.CDLL(None).malloc_trim(0)
+
+
+def map_large_blocks() -> None:
+    """Have blocks of 2 MiB and more mapped by themselves, and given back when they are freed.
+
+    For a process that takes and gives back tensors as large as a layer's again and again: in the
+    heap smaller ones come to lie in the holes that they leave, so that the next does not fit. Costs
+    the kernel's zeroing of pages at each use.
+    """
+    with contextlib.suppress(AttributeError, OSError):
+        ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, MAPPED_BYTES)
 
 
 def load_model(
@@ -227,8 +249,7 @@ def load_merged(
     Raises:
         ModelError: as `load_model`, `adapters.read` and `adapters.adapted_layers`.
     """
-    from operators.models.adapters import adapted_layers, read
-    from operators.models.merged_adapters import Merged
+    from operators.models.adapters import Merged, adapted_layers, read
 
     base, folder = base_of(model)
     module = load_model(base, device=device, dtype=dtype, attention=attention).requires_grad_(False)

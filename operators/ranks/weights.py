@@ -23,8 +23,7 @@ from dataflow.weight_ends import (
     leave,
 )
 from dataflow.worker.weight_ports import open_beside
-from operators.ranks.exchange import Exchange, expected
-from operators.ranks.team import Team
+from operators.ranks.team import Exchange, Team, expected
 
 T = TypeVar("T")
 

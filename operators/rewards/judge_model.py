@@ -20,8 +20,7 @@ from dataflow.scorer import Scorer
 from dataflow.stream import Rollout, Stream
 from dataflow.system.native import cache_folder
 from operators.rewards.foreign.adapting import messages_of
-from operators.rewards.match import last_number
-from operators.rewards.packaged import PackagedScorer
+from operators.rewards.match import PackagedScorer, last_number
 
 if TYPE_CHECKING:
     import httpx

@@ -1,6 +1,6 @@
 """Runs untrusted programs: each in a sandbox of its own, or not at all."""
 
-from operators.sandbox.outside import SandboxError
+from operators.sandbox.bwrap import SandboxError
 from operators.sandbox.runner import (
     CallTest,
     PythonTest,
@@ -8,9 +8,9 @@ from operators.sandbox.runner import (
     SandboxResult,
     ScriptTest,
     Test,
+    fault,
     run,
 )
-from operators.sandbox.self_test import fault
 
 __all__ = [
     "CallTest",

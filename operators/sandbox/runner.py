@@ -1,5 +1,6 @@
 """One program and its tests in one sandbox: starts it, listens to it, and ends it."""
 
+import functools
 import math
 import os
 import selectors
@@ -9,10 +10,18 @@ from collections.abc import Generator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from operators.sandbox.bwrap import command
+from operators.sandbox.bwrap import (
+    SandboxError,
+    command,
+    find,
+    last_words,
+    missing,
+    refuse,
+    started,
+    threads_below,
+)
 from operators.sandbox.inside.driver import CALL, CHECK, HEAD, OUTCOME, SCRIPT
 from operators.sandbox.inside.wire import encode, write_frame
-from operators.sandbox.outside import SandboxError, last_words, refuse, started, threads_below
 
 _LOOK_S = 0.05
 _GRACE_S = 10.0
@@ -197,3 +206,29 @@ def _next_outcome(inbox: bytearray) -> SandboxResult | None:
     ]
     del inbox[:stop]
     return SandboxResult(passed, *texts)
+
+
+def fault() -> str | None:
+    """Why no sandbox can be made on this machine, in three parts; None where a program has run in
+    one.
+    """
+    reason, program = missing(), find()
+    return reason if program is None or reason is not None else _probed(program)
+
+
+@functools.cache
+def _probed(program: str) -> str | None:
+    try:
+        (outcome,) = run("print(6 * 7)", [ScriptTest("")], SandboxLimits(time_s=10.0))
+    except SandboxError as error:
+        problem = str(error)
+    else:
+        if outcome.passed and outcome.output == "42\n":
+            return None
+        problem = f"the trial program {outcome.note or f'printed {outcome.output!r}'}"
+    return (
+        f"{program} cannot make a sandbox for model-written code on this machine: {problem}; allow"
+        " unprivileged user namespaces (sysctl user.max_user_namespaces,"
+        " kernel.unprivileged_userns_clone, kernel.apparmor_restrict_unprivileged_userns; in a"
+        " container, its seccomp profile), and see docs/sandbox.md"
+    )

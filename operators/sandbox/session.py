@@ -12,17 +12,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from operators.sandbox.bwrap import kept_command
-from operators.sandbox.inside.wire import FRAME, decode, encode
-from operators.sandbox.outside import (
+from operators.sandbox.bwrap import (
     SandboxError,
     held_below,
+    kept_command,
     last_words,
     private_bytes,
     refuse,
     shared_out_bytes,
     started,
 )
+from operators.sandbox.inside.wire import FRAME, decode, encode
 
 START_S = 20.0
 _GRACE_S, _LOOK_S = 4.0, 0.2

@@ -24,8 +24,8 @@ from operators.serving.serve import (
 if TYPE_CHECKING:
     import socket
 
+    from operators.serving.rows import RolloutLog
     from operators.serving.service import Service
-    from operators.serving.sink import RolloutLog
 
 BAD_INPUT = 2
 """Exit status where an argument cannot be right."""
@@ -60,7 +60,7 @@ def serve(arguments: argparse.Namespace, key: str | None) -> int:
     from dataflow.runtime import Context
     from operators.generator import Generator
     from operators.serving.app import make_app
-    from operators.serving.sink import RolloutLog
+    from operators.serving.rows import RolloutLog
 
     template = None if arguments.chat_template is None else read_template(arguments.chat_template)
     model = Model(arguments.model, dtype=arguments.dtype, context_tokens=arguments.context_tokens)
@@ -78,7 +78,7 @@ def serve(arguments: argparse.Namespace, key: str | None) -> int:
         record = None if arguments.record is None else RolloutLog(arguments.record)
         if record is not None:
             opened.callback(record.close)
-        from operators.engine.make import make_engine
+        from operators.engine.build import make_engine
 
         built = make_engine(
             declaration, Context(node="serving", device=arguments.device, threads=arguments.threads)

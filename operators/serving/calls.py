@@ -10,11 +10,11 @@ from dataflow.tokens.rollout_tokens import RolloutTokens
 from operators.chat.chat_format import Message
 from operators.chat.conversation import Conversation
 from operators.chat.tool_calls import CallFormat
-from operators.engine.finish_reasons import ABORTED, BROKEN, STOPPED
+from operators.engine.interface import ABORTED, BROKEN, STOPPED
 from operators.serving.errors import ApiError
-from operators.serving.exchanges import Encoded, ServedExchange
 from operators.serving.requests import Request
 from operators.serving.rows import CallGroup, Completion
+from operators.serving.sessions import Encoded, ServedExchange
 from operators.serving.text import Transcript, Vocabulary
 from operators.serving.work import News, Work
 

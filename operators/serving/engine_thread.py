@@ -18,12 +18,11 @@ import structlog
 
 from dataflow.errors import DeadlineError, RunError
 from dataflow.tokens.rollout_tokens import RolloutTokens
-from operators.engine.finish_reasons import ABORTED, BROKEN
-from operators.engine.interface import DecodingEngine
+from operators.engine.interface import ABORTED, BROKEN, DecodingEngine
 from operators.serving.work import News, Work
 
 if TYPE_CHECKING:
-    from operators.engine.results import EndedRollout
+    from operators.engine.interface import EndedRollout
 
 PAUSE = 4
 """Between two looks at the rollouts that stream passes at least this many times the time that a
@@ -65,7 +64,7 @@ class EngineThread:
         """Take over an engine, which nothing else may call from now on.
 
         Args:
-            make_start: `operators.engine.results.PromptStart`.
+            make_start: `operators.engine.interface.PromptStart`.
             most_waiting: prompts that wait to be started; more are refused.
             prefill_tokens: prompt tokens after which no more prompts start in the same step.
             stream_s: seconds between two looks at the rollouts that stream, at least; 0: after

@@ -10,8 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
-from operators.serving.bounds import Bounds, read_json
-from operators.serving.errors import ApiError, bad
+from operators.serving.errors import ApiError, Bounds, bad, read_json
 
 # Fields of a call's JSON, of the kind and in the range that they have to be; ApiError (400) for
 # others.

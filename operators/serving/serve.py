@@ -18,8 +18,8 @@ if TYPE_CHECKING:
     import uvicorn
 
     from operators.engine.build import BuiltEngine
+    from operators.serving.rows import RolloutLog
     from operators.serving.service import OnRollout, Service
-    from operators.serving.sink import RolloutLog
 
 
 def check_address(host: str, api_key: str | None) -> None:
@@ -76,7 +76,7 @@ def make_service(
     """A service over an engine that nothing else drives.
 
     Args:
-        built: from `operators.engine.make.make_engine`.
+        built: from `operators.engine.build.make_engine`.
         model: the name that callers use.
         record: rollouts are appended to it.
         on_rollout: called with the rows of every prompt whose rollouts have ended, on the event
@@ -86,9 +86,9 @@ def make_service(
         chat_template: instead of the tokenizer's own.
         knobs: of `Service`: vocabulary, call_timeout_s, exchanges.
     """
-    from operators.engine.request_stops import StopCache
-    from operators.engine.results import PromptStart
+    from operators.engine.interface import PromptStart
     from operators.engine.sampling_params import Sampling
+    from operators.engine.stop_strings import StopCache
     from operators.serving.engine_thread import EngineThread
     from operators.serving.service import Service
 

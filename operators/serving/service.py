@@ -21,20 +21,17 @@ import xxhash
 
 from dataflow.errors import RunError
 from dataflow.tokens.rollout_tokens import RolloutTokens
-from operators.chat.call_opening import call_opening
 from operators.chat.chat_format import ChatError, ChatFormat
 from operators.chat.chat_template import ChatTemplate, ids_behind, mixed_stop
 from operators.chat.conversation import Past
-from operators.chat.tool_calls import format_of
-from operators.engine.finish_reasons import ABORTED
-from operators.serving.bounds import Bounds, Budget
+from operators.chat.tool_calls import call_opening, format_of
+from operators.engine.interface import ABORTED
 from operators.serving.calls import AskedPrompt, CallPrompt, Choice, ServedCall
 from operators.serving.engine_thread import Overloaded
-from operators.serving.errors import ApiError, bad, too_long
-from operators.serving.exchanges import Encoded, Exchanges, encode
+from operators.serving.errors import ApiError, Bounds, Budget, bad, too_long
 from operators.serving.requests import Request
 from operators.serving.rows import CallGroup, GroupIds, rows_of
-from operators.serving.sessions import Sessions
+from operators.serving.sessions import Encoded, Exchanges, Sessions, encode
 from operators.serving.text import Transcript, Vocabulary
 from operators.serving.work import Draws, News, Work
 

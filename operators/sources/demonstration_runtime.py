@@ -18,13 +18,12 @@ from dataflow.scoring.failure import TOO_LONG, UNUSABLE, RolloutFailure
 from dataflow.tokens.rollout_tokens import RolloutTokens
 from operators.chat.chat_format import ChatError, ChatFormat
 from operators.chat.chat_template import ChatTemplate, text_ids
-from operators.engine.finish_reasons import STOPPED
-from operators.engine.results import EndedRollout
+from operators.engine.interface import STOPPED, EndedRollout
 from operators.engine.stop_strings import end_tokens
 from operators.generation.groups import PromptGroup, rollouts
 from operators.generation.tokenize import RowLayout, encode, unknown_token
 from operators.models.borders import longest
-from operators.models.errors import ModelError
+from operators.models.folders import ModelError
 from operators.models.loading import load_configs, load_tokenizer
 
 _ROOM = 512

@@ -2,7 +2,7 @@
 speak MCP.
 """
 
-from operators.chat.text_calls import TextCalls
+from operators.chat.tool_calls import TextCalls
 from operators.tools.mcp_server import McpServer
 from operators.tools.sandbox_tools import Sandbox
 

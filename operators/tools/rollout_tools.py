@@ -15,10 +15,8 @@ from typing import Any
 from dataflow.errors import OperatorError, WorldFailed
 from dataflow.system.text import sound
 from operators.chat.chat_format import Message
-from operators.chat.function_tools import arguments_of, result_of
-from operators.chat.tool_calls import ReadTurn
-from operators.tools.toolbox import GRACE_S, Toolbox
-from operators.tools.toolset import TookTooLong, ToolSession, Toolset
+from operators.chat.tool_calls import ReadTurn, arguments_of, result_of
+from operators.tools.toolbox import GRACE_S, TookTooLong, Toolbox, ToolSession, Toolset
 
 
 class RolloutTools:

@@ -12,9 +12,8 @@ from typing import Any, TypeVar
 
 from dataflow.errors import WorldFailed
 from operators.chat.chat_format import Message
-from operators.sandbox.bwrap import missing
-from operators.sandbox.outside import SandboxError
-from operators.sandbox.self_test import fault
+from operators.sandbox.bwrap import SandboxError, missing
+from operators.sandbox.runner import fault
 from operators.sandbox.session import (
     CommandRefused,
     CommandResult,

@@ -7,17 +7,147 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import inspect
-from collections.abc import Callable, Sequence
-from typing import Any
+import threading
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import Any, Protocol, TypeVar, runtime_checkable
 
+from dataflow.errors import WorldFailed
 from dataflow.system.text import sound
 from operators.chat.chat_format import ChatError, ChatFormat, Message
-from operators.chat.function_tools import definitions_of
-from operators.chat.text_calls import TextCalls
-from operators.chat.tool_calls import CallFormat, format_of
+from operators.chat.tool_calls import CallFormat, TextCalls, definitions_of, format_of
 from operators.session_pool import SessionPool
-from operators.tools.threads import ToolThreads
-from operators.tools.toolset import ToolSession, Toolset
+
+
+class TookTooLong(Exception):
+    """A call passed its time limit and was ended; the model is told."""
+
+
+class ToolSession(Protocol):
+    """What one rollout has of a toolset."""
+
+    async def call(
+        self, name: str, arguments: Mapping[str, Any], *, timeout_s: float, characters: int
+    ) -> str:
+        """A call's result for the model; text beyond `characters` may be cut. Raises WorldFailed
+        where the session itself is broken, so that the result is unknown; TookTooLong and other
+        exceptions are told to the model.
+
+        Raises WorldFailed where the session itself is broken, so that nobody knows what the call
+        would have come to; TookTooLong, and whatever else it raises, is told to the model.
+        """
+
+    async def close(self) -> None:
+        """Give back all that it has."""
+
+
+@runtime_checkable
+class Toolset(Protocol):
+    """Tools that share a session."""
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether one session serves all rollouts of a process at once; the other numbers count for
+        nothing then.
+        """
+
+    @property
+    def at_once(self) -> int:
+        """Most sessions that are alive at a time in a process."""
+
+    @property
+    def ahead(self) -> int:
+        """Sessions that are kept ready before anybody asks."""
+
+    @property
+    def uses(self) -> int | None:
+        """For how many rollouts a session serves, one after the other; None: as many as come."""
+
+    def faults(self) -> Sequence[str]:
+        """What cannot be right, in three parts each; quick, and asked on every machine."""
+
+    def definitions(self) -> Sequence[Message]:
+        """Its tools as OpenAI has them; asked once, in the worker. Raises GraphError."""
+
+    async def open(self) -> ToolSession:
+        """A session of its own. Raises WorldFailed."""
+
+
+T = TypeVar("T")
+THREADS = 64
+"""Most calls at a time in a process."""
+
+
+async def within(awaited: Awaitable[T], timeout_s: float) -> T:
+    """What it gives; TookTooLong where that takes more than so many seconds, which no error of its
+    own is.
+    """
+    limit = asyncio.timeout(timeout_s)
+    try:
+        async with limit:
+            return await awaited
+    except TimeoutError as error:
+        if limit.expired():
+            raise TookTooLong(f"took more than {timeout_s:g} s") from error
+        raise
+
+
+class ToolThreads:
+    """Threads of one process; those of calls that passed their limit are given up, and counted."""
+
+    def __init__(self, most: int = THREADS) -> None:
+        self._most = most
+        self._room = asyncio.Semaphore(most)
+        self._lost = 0
+
+    async def call(
+        self, function: Callable[..., Any], arguments: Mapping[str, Any], timeout_s: float
+    ) -> Any:
+        """What a function gives; a coroutine function is awaited where it is. Raises what it
+        raises, or TookTooLong.
+        """
+        if inspect.iscoroutinefunction(function):
+            return await within(function(**arguments), timeout_s)
+        async with self._room:
+            if self._lost >= self._most:
+                raise WorldFailed(
+                    f"{self._lost} calls of tools never came back, the last of {function.__name__};"
+                    " give what it waits for a limit of its own"
+                )
+            return await self._made(function, arguments, timeout_s)
+
+    async def _made(
+        self, function: Callable[..., Any], arguments: Mapping[str, Any], timeout_s: float
+    ) -> Any:
+        loop = asyncio.get_running_loop()
+        future: asyncio.Future[tuple[Any, BaseException | None]] = loop.create_future()
+        is_lost = False
+
+        def settle(value: Any, error: BaseException | None) -> None:
+            if is_lost:
+                self._lost -= 1
+            elif not future.done():
+                future.set_result((value, error))
+
+        def run() -> None:
+            value, raised = None, None
+            try:
+                value = function(**arguments)
+            except BaseException as error:
+                raised = error
+            with contextlib.suppress(RuntimeError):  # the loop has ended meanwhile
+                loop.call_soon_threadsafe(settle, value, raised)
+
+        threading.Thread(target=run, name=f"tool {function.__name__}", daemon=True).start()
+        try:
+            value, raised = await within(future, timeout_s)
+        except BaseException:
+            is_lost = True
+            self._lost += 1
+            raise
+        if raised is not None:
+            raise raised
+        return value
+
 
 GRACE_S = 5.0
 """For a session to end a call by itself, behind the limit of the call."""

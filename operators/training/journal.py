@@ -15,7 +15,7 @@ The order after an update, and what a crash between two of its points leaves:
 | a marker, before the temporary checkpoint goes | m + 1 | m + 1 | the same; the next removes both |
 | half of a return to an earlier step | m + 1, or that one | m + 1 | begins the transaction again |
 
-The next start is `checkpoints.resuming.find_start`, then `catch_up.CatchUp`. So no reader ever has
+The next start is `checkpoints.checkpoint.find_start`, then `steps.CatchUp`. So no reader ever has
 a version that the ledger does not know. Drops are recorded with the step, or before it where they
 are many, as those of the step under way.
 """
@@ -29,7 +29,7 @@ from typing import Any
 from dataflow.errors import GraphError
 from dataflow.rules.reorder_buffer import QueuedGroup
 from dataflow.runtime import Context
-from operators.training.learner.new_logprobs import NewLogprobs
+from operators.training.steps import NewLogprobs
 
 TOO_FEW = "too few for a step"
 """Why groups are dropped at the end of the rows."""

@@ -24,11 +24,10 @@ from dataflow.records import NEW_LOGPROBS
 from dataflow.runtime import Context
 from operators import losses
 from operators.models.loading import load_tokenizer
+from operators.trainer import TrainerKnobs
 from operators.training.checkpoints import checkpoint
-from operators.training.knobs import TrainerKnobs
 from operators.training.learner.build import make_learner
-from operators.training.learner.new_logprobs import NewLogprobs
-from operators.training.steps import StepMaker
+from operators.training.steps import NewLogprobs, StepMaker
 
 
 def retrained(trainer: TrainerKnobs, script: ReplayScript) -> Iterator[Mapping[str, float]]:

@@ -18,20 +18,17 @@ from dataflow.records import GROUP_ID, MASK
 from dataflow.rules.reorder_buffer import QueuedGroup, ReorderBuffer
 from dataflow.rules.room import queue_prompts, row_room
 from dataflow.runtime import Batch, Context, KnobsInForce, Runtime
-from operators.training.catch_up import CatchUp
+from operators.trainer import TrainerKnobs
+from operators.training.batches import Drops, step_metrics
 from operators.training.checkpoints import checkpoint
-from operators.training.checkpoints.resuming import expected, find_start, recorded_drops
+from operators.training.checkpoints.checkpoint import expected, find_start, recorded_drops
 from operators.training.checkpoints.saving import CheckpointSaver, Debt
-from operators.training.drops import Drops
 from operators.training.journal import TOO_FEW, Journal, only_source
-from operators.training.knobs import TrainerKnobs
-from operators.training.learner import refreshed
+from operators.training.learner import memory
 from operators.training.learner.build import check_gradients, make_learner
 from operators.training.learner.learner import Learner
-from operators.training.metrics import step_metrics
 from operators.training.offers import Offers
-from operators.training.pace import StepPace
-from operators.training.steps import StepMaker
+from operators.training.steps import CatchUp, StepMaker, StepPace
 
 # The learner of a trainer on one rank or on several; imports torch.
 
@@ -151,7 +148,7 @@ class TrainerRuntime(Runtime):
         learner, context = learner_on_ranks(trainer, start.model, context)
         for refresh in context.refreshers:
             options: dict[str, Any] = {"step": start.step, "dtype": trainer.model.dtype}
-            learner.everywhere(refreshed.add, every=refresh.every, decay=refresh.decay, **options)
+            learner.everywhere(memory.add, every=refresh.every, decay=refresh.decay, **options)
         if start.folder is not None:
             learner.everywhere(checkpoint.restore, folder=start.folder)
         tokenizer = load_tokenizer(start.model)

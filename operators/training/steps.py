@@ -1,33 +1,143 @@
-"""One optimiser step at a time, a slice of it per call: steps that are new, and steps that are made
-again.
+"""Steps of the optimiser, a slice per call: those that are new, those that are made again after
+a crash, and how long each stage took.
+
+Axis suffixes as in `operators.training.learner.rows`.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Sequence
+import math
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 
-from dataflow.errors import GraphError
+from dataflow.errors import GraphError, OperatorError, RecordError
 from dataflow.folder.knobs_by_step import KnobsByStep
+from dataflow.folder.ledger import MadeStep
+from dataflow.folder.rollback import take_out_abandoned
+from dataflow.records import GROUP_ID, MASK, NEW_LOGPROBS, ROLLOUT_ID, TOKENS, AnyArray
 from dataflow.runtime import Context
-from operators.training.knobs import TrainerKnobs
-from operators.training.learner import memory, refreshed
+from dataflow.system.files import RunFolderError
+from dataflow.tokens.ragged import flat, list_lengths
+from operators.trainer import TrainerKnobs, learning_rate
+from operators.training.checkpoints.saving import CheckpointSaver
+from operators.training.learner import memory
 from operators.training.learner.learner import Learner, StepOutcome
 from operators.training.learner.loss_function import read_loss
-from operators.training.learner.new_logprobs import NewLogprobs
-from operators.training.learner.packing import Array
 from operators.training.learner.rows import StepRows, step_rows
-from operators.training.learner.schedule import learning_rate
-from operators.training.pace import StepPace
+
+
+@dataclass
+class StepPace:
+    """Seconds of each stage of the step under way, and what arrived meanwhile."""
+
+    began: float
+    """When the weights of the step before it had been offered."""
+    free: float
+    """When the trainer began to wait for rows."""
+    seconds: dict[str, float] = field(default_factory=dict)
+    """By stage: wait, forward_backward, optimizer, publish, record, checkpoint."""
+    arrived_tokens: int = 0
+    """Completion tokens of the rows that came in."""
+    spent: Mapping[str, float] = field(default_factory=dict)
+    """How the node's time had been spent when it began, as `Context.spent` has it."""
+
+    def by_state(self, spent: Mapping[str, float], following: StepPace) -> dict[str, float]:
+        """Seconds of the step by state of the node: seconds_busy, seconds_waiting and so on. spent:
+        until now, where the step that follows begins.
+        """
+        following.spent = spent
+        return {
+            f"seconds_{name}": value - self.spent.get(name, 0.0) for name, value in spent.items()
+        }
+
+    def add(self, stage: str, seconds: float) -> None:
+        """Account for a slice of work."""
+        self.seconds[stage] = self.seconds.get(stage, 0.0) + seconds
+
+
+@dataclass(frozen=True)
+class NewLogprobs:
+    """Of each rollout that went through the model, the log-probabilities of its trained tokens."""
+
+    rollouts: Mapping[int, AnyArray] = field(default_factory=dict)
+    """By rollout_id, float32 [tokens]; NaN where a token was not trained."""
+
+    @classmethod
+    def of(cls, learner: Learner) -> NewLogprobs | None:
+        """Those of the step that was computed last, of all ranks; None where the learner keeps
+        none.
+        """
+        if not learner.keep_new_logprobs:
+            return None
+        by_rollout: dict[int, AnyArray] = {}
+        for plain in reversed(
+            learner.everywhere(rank_logprobs, is_brief=True)
+        ):  # of ranks that share a model's matrices the first one's count
+            values = np.frombuffer(plain["values"], np.float32)
+            ids = np.frombuffer(plain["rollouts"], np.int64).tolist()
+            by_rollout |= zip(
+                ids, np.split(values, np.frombuffer(plain["ends"], np.int64))[:-1], strict=True
+            )
+        return cls(by_rollout)
+
+    def beside(self, groups: Sequence[pa.RecordBatch]) -> list[pa.RecordBatch]:
+        """Rows with the column `new_logprobs`, where they have none: by token of the rollout, 0
+        where the mask is false and null where the token was not trained; null for a rollout that
+        did not go through the model.
+        """
+        if not groups or NEW_LOGPROBS in groups[0].schema.names:
+            return list(groups)
+        logprobs = [
+            self.rollouts.get(number)
+            for rows in groups
+            for number in rows.column(ROLLOUT_ID).to_pylist()
+        ]
+        lengths = np.concatenate([list_lengths(rows.column(TOKENS)) for rows in groups])
+        masks = np.concatenate([flat(rows.column(MASK)) for rows in groups])
+        is_null = np.array([array is None for array in logprobs], bool)
+        values = np.concatenate(
+            [np.zeros(0, np.float32), *(array for array in logprobs if array is not None)]
+        )
+        is_given = ~masks[np.repeat(~is_null, lengths)]
+        numbers = pa.array(
+            np.where(is_given, np.float32(0), values), mask=np.isnan(values) & ~is_given
+        )
+        ends = np.r_[0, np.cumsum(np.where(is_null, 0, lengths))].astype(np.int32)
+        column = pa.ListArray.from_arrays(pa.array(ends, mask=np.r_[is_null, False]), numbers)
+        schema = groups[0].schema.append(pa.field(NEW_LOGPROBS, column.type))
+        firsts = np.cumsum([0, *(rows.num_rows for rows in groups)]).tolist()
+        return [
+            pa.RecordBatch.from_arrays(
+                [*rows.columns, column.slice(first, rows.num_rows)], schema=schema
+            )
+            for rows, first in zip(groups, firsts, strict=False)
+        ]
+
+
+def rank_logprobs(*, learner: Learner, rank: int, ranks: int) -> dict[str, Any]:
+    """What one rank has computed, as plain values."""
+    rows, values_S = learner.new_logprobs()
+    counts = np.r_[0, np.cumsum(~np.isnan(values_S))]
+    is_computed_R = counts[rows.offsets[1:]] > counts[rows.offsets[:-1]]
+    lengths_R = np.diff(rows.offsets)
+    return {
+        "rollouts": rows.rollout_ids_R[is_computed_R].astype(np.int64).tobytes(),
+        "ends": np.cumsum(lengths_R[is_computed_R]).astype(np.int64).tobytes(),
+        "values": values_S[np.repeat(is_computed_R, lengths_R)].tobytes(),
+    }
+
 
 # Knobs of a learner that change between two steps, on each of its ranks; imports torch.
 
 
-def told(trainer: TrainerKnobs) -> dict[str, Any]:
+def rank_knobs(trainer: TrainerKnobs) -> dict[str, Any]:
     """What each rank's learner has to know of a trainer's knobs that may change; plain values."""
     return {
         "max_grad_norm": trainer.max_grad_norm,
@@ -84,7 +194,7 @@ class StepMaker:
         self._trainer, self._clock, self._span = trainer, context.clock, context.span
         """The trainer with the knobs that its learner goes by."""
         self._decay_steps = _decay_steps(self.knobs.at(step + 1), context, decay_steps)
-        self._parts: list[Array] = []
+        self._parts: list[AnyArray] = []
         self.seconds = 0.0
         """Of work for the step under way, or for the last one."""
         now = context.clock()
@@ -146,7 +256,7 @@ class StepMaker:
         if outcome.culprit is None:
             self.step += 1
             if self.learner.refreshed and not all(
-                self.learner.everywhere(refreshed.follow, step=self.step)
+                self.learner.everywhere(memory.follow, step=self.step)
             ):
                 outcome = dataclasses.replace(outcome, settled=False)
         self._add("optimizer", began)
@@ -169,8 +279,8 @@ class StepMaker:
 
     def _take_knobs(self, trainer: TrainerKnobs) -> None:
         """Let the learners of all ranks go by other knobs."""
-        before, self._trainer = told(self._trainer), trainer
-        if (now := told(trainer)) != before:
+        before, self._trainer = rank_knobs(self._trainer), trainer
+        if (now := rank_knobs(trainer)) != before:
             self.learner.everywhere(take_knobs, **now)
 
     def _add(self, stage: str, began: float) -> None:
@@ -200,3 +310,161 @@ def _decay_steps(trainer: TrainerKnobs, context: Context, begun: int | None) -> 
             " trainer decay_steps"
         )
     return chosen
+
+
+LIKE = 0.05
+"""Share by which the gradient's norm may differ from the recorded one before it is told of: on GPUs
+sums depend on the order in which threads come."""
+
+
+class CatchUp:
+    """The way from the weights of a checkpoint to those of the last committed step.
+
+    consumes: the rollouts files of the steps between, each compared with the ledger before the
+        first is trained
+    produces: the weights and the optimiser's state of the last of them, as they were; checkpoints
+        that are due
+    waits for: nothing; a call of `work` does one micro-batch
+    unblocked by: -
+
+    Nothing is written to the ledger and nothing published. Where a file is missing or damaged, the
+    ledger is taken back to the step before it: what was trained from there on is in flight again.
+    Only at the start of a run, before sources look what is: in one that goes on meanwhile it is an
+    error.
+    """
+
+    def __init__(
+        self, context: Context, making: StepMaker, saver: CheckpointSaver, steps: Sequence[MadeStep]
+    ) -> None:
+        """steps: those after the weights that `making` has, in order."""
+        self._context, self._making, self._saver = context, making, saver
+        self._unread, self._left = deque(steps), deque(steps)
+        self.target = steps[-1].step if steps else making.step
+        """The step that it ends at."""
+        self.taken_back = 0
+        """Groups that were trained, and are in flight again."""
+
+    @property
+    def left(self) -> int:
+        """Steps to make."""
+        return len(self._left)
+
+    def check(self) -> None:
+        """Look at all the files; at the start of a run, forget what weights drew that come after
+        the last step.
+        """
+        while self._unread:
+            self._read(self._unread.popleft())
+        context = self._context
+        if context.folder is None or context.ledger is None or context.attempt:
+            return
+        for source in context.bounds:
+            if taken_out := take_out_abandoned(
+                context.folder.path / "finished", source, self.target
+            ):
+                context.log.warning(
+                    "rollouts are generated again: the weights that drew them were taken back",
+                    node=context.node,
+                    rows=taken_out,
+                    version=self.target,
+                )
+
+    def work(self) -> bool:
+        """Do a slice; False, and nothing was done, once the weights are those of the last committed
+        step.
+
+        Raises OperatorError where a step that was made cannot be made again.
+        """
+        if self._making.parts:
+            self._making.micro()
+        elif self._making.rows is not None:
+            self._end(self._left.popleft())
+        elif self._left:
+            self._begin(self._left[0])
+        else:
+            return False
+        return True
+
+    def _read(self, step: MadeStep) -> list[pa.RecordBatch] | None:
+        """What a step trained; None where that is lost, and the ledger was taken back."""
+        context = self._context
+        assert context.folder is not None, "a run with a ledger has a folder"
+        try:
+            table = context.folder.rollouts_of(context.own_folder).read(step.step)
+            check_groups(step, table)
+        except RunFolderError as error:
+            self._take_back(step.step - 1, str(error))
+            return None
+        return list(table.to_batches())
+
+    def _begin(self, step: MadeStep) -> None:
+        groups = self._read(step)
+        if groups is None:
+            return
+        try:
+            self._making.begin(groups)
+        except RecordError as error:
+            self._take_back(step.step - 1, str(error))
+
+    def _end(self, step: MadeStep) -> None:
+        outcome = self._making.end(float(step.metrics.get("lr", self._making.rate)))
+        node, was = self._context.node, step.metrics.get("grad_norm")
+        if outcome.culprit is not None:
+            raise OperatorError(
+                f"'{node}' trained step {step.step} before, but made again from its rollouts file"
+                f" it is not finite; found {outcome.culprit}; look for a damaged checkpoint, or for"
+                " a loss or model that was changed"
+            )
+        if was is not None and not math.isclose(outcome.grad_norm, was, rel_tol=LIKE, abs_tol=1e-6):
+            self._context.log.warning(
+                "a step made again is not what it was",
+                node=node,
+                step=step.step,
+                grad_norm=outcome.grad_norm,
+                grad_norm_was=was,
+                loss=outcome.loss,
+                loss_was=step.metrics.get("loss"),
+            )
+        self._saver.made(self._making.seconds)
+        if self._saver.is_due(step.step):
+            self._saver.keep(step.step)
+        self._making.rest(weights=False)
+
+    def _take_back(self, to: int, why: str) -> None:
+        """Let the ledger forget the steps after `to`. Raises OperatorError where the run has gone
+        on meanwhile.
+        """
+        context = self._context
+        if context.attempt:
+            raise OperatorError(
+                f"'{context.node}' cannot make step {to + 1} again in this run: {why}; stop it and"
+                " resume it, then its groups are generated and trained again"
+            )
+        lost = [step for step in self._left if step.step > to]
+        groups = sum(len(step.trained) for step in lost)
+        assert context.ledger is not None, "it said which steps there are"
+        context.ledger.roll_back_to(to, context.node)
+        context.log.warning(
+            "steps taken back: their groups are generated and trained again",
+            node=context.node,
+            error=why,
+            steps=[lost[0].step, lost[-1].step],
+            groups=groups,
+        )
+        self.target, self.taken_back = to, self.taken_back + groups
+        self._unread.clear()
+        self._left = deque(step for step in self._left if step.step <= to)
+
+
+def check_groups(step: MadeStep, table: pa.Table) -> None:
+    """Raises RunFolderError unless a rollouts file holds the groups that the ledger recorded as
+    trained, in order.
+    """
+    ids = table.column(GROUP_ID).to_pylist() if GROUP_ID in table.column_names else []
+    groups = [group for at, group in enumerate(ids) if not at or group != ids[at - 1]]
+    if groups != list(step.trained):
+        raise RunFolderError(
+            f"the rollouts of step {step.step} are not those that the ledger says were trained:"
+            f" found groups {groups[:8]} instead of {list(step.trained[:8])}; take the file from a"
+            " backup, or train them again"
+        )

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from dataflow.errors import GraphError
 from dataflow.system.channel import Channel
-from operators.warm_start.progress import CODEC, Progress
+from operators.warm_start.launch import CODEC, Progress
 from operators.warm_start.spec import BAD_INPUT, RECORD_FILE, WarmStartSpec
 
 ORPHANED = 3
@@ -43,8 +43,7 @@ def make_policy(work: Path, channel: Channel[Progress] | None) -> None:
     """
     import torch
 
-    from operators.warm_start.policy import character_tokenizer, small_llama
-    from operators.warm_start.train import train
+    from operators.warm_start.train import character_tokenizer, small_llama, train
 
     spec = WarmStartSpec(**json.loads((work / "spec.json").read_text("utf-8")))
     with (work / "examples.jsonl").open(encoding="utf-8") as lines:

@@ -10,7 +10,8 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from dataflow.errors import GraphError, RunError
@@ -18,8 +19,64 @@ from dataflow.model_files import PROMISED
 from dataflow.system.channel import Channel
 from dataflow.system.child import Child, program
 from dataflow.system.clocks import Countdown
-from operators.warm_start.progress import CODEC, Report, shown
+from dataflow.system.messages import Codec, Message
 from operators.warm_start.spec import BAD_INPUT, RECORD_FILE, WarmStartSpec, recorded_fingerprint
+
+
+class Progress(Message):
+    """From the process that trains: so many steps are done."""
+
+    step: int
+    loss: float
+
+
+CODEC = Codec("warm-start", 1, Progress)
+
+Report = Callable[[int, float], None]
+"""Called after every step with the number of steps done and that step's loss (nats per answer
+token)."""
+
+
+@contextmanager
+def shown(title: str, steps: int) -> Iterator[Report]:
+    """Give a report function that shows progress on stderr until the block ends."""
+    if sys.stderr.isatty():
+        with _bar(title, steps) as report:
+            yield report
+    else:
+        yield _lines(title, steps)
+
+
+def _lines(title: str, steps: int) -> Report:
+    marks = {max(1, round(steps * tenth / 10)) for tenth in range(1, 11)}
+
+    def report(step: int, loss: float) -> None:
+        if step in marks:
+            print(f"{title}: step {step}/{steps}, loss {loss:.3f}", file=sys.stderr, flush=True)
+
+    return report
+
+
+@contextmanager
+def _bar(title: str, steps: int) -> Iterator[Report]:
+    from rich import progress as bars
+    from rich.console import Console
+    from rich.progress import BarColumn, TextColumn, TimeRemainingColumn
+
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        TextColumn("step {task.completed:.0f}/{task.total:.0f}  loss {task.fields[loss]:.3f}"),
+        TimeRemainingColumn(),
+    )
+    with bars.Progress(*columns, console=Console(stderr=True)) as progress:
+        task = progress.add_task(title, total=steps, loss=float("nan"))
+
+        def report(step: int, loss: float) -> None:
+            progress.update(task, completed=step, loss=loss)
+
+        yield report
+
 
 _TRIES = 3
 """For a process that is killed."""

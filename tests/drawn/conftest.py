@@ -16,7 +16,7 @@ def heads(tmp_path_factory: pytest.TempPathFactory) -> Path:
     from rigs.policy import ALPHABET, CONTEXT_TOKENS
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    from operators.warm_start.policy import character_tokenizer
+    from operators.warm_start.train import character_tokenizer
 
     folder, tokenizer = (
         tmp_path_factory.mktemp("heads"),

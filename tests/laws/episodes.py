@@ -147,7 +147,7 @@ EPISODES = (
     Law(
         "turns proceed past those that may not start",
         "test_turns_are_taken_however_many_wait_that_may_not_start",
-        "operators.generation.turns:no_turns",
+        "operators.generation.groups:no_turns",
         returned("set(queues)"),
         "counting them apart",
     ),

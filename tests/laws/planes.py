@@ -320,7 +320,7 @@ WEIGHT_PLANE = (
     Law(
         "weights change only when nobody reads them",
         "test_a_version_that_is_read_late_has_its_own_weights[4-ZeroCopy]",
-        "operators.training.learner.refreshed:follow",
+        "operators.training.learner.memory:follow",
         assigned("settled", "True", "changing"),
         "waiting before an average changes",
     ),

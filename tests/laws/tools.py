@@ -36,7 +36,7 @@ TOOLS = (
     Law(
         "calls that never return disable their tool",
         "test_calls_that_never_come_back_are_no_tool_any_more",
-        "operators.tools.threads:ToolThreads.call",
+        "operators.tools.toolbox:ToolThreads.call",
         never("_lost", "_most"),
         "counting them",
     ),

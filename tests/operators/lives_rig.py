@@ -18,9 +18,9 @@ from dataflow.model import Model
 from dataflow.runtime import Batch, Context
 from dataflow.staleness import Bound
 from operators.trainer import Trainer
-from operators.training.learner.optimizer import state_tensors
+from operators.training.learner.build import state_tensors
 from operators.training.runtime import TrainerRuntime
-from operators.warm_start.policy import character_tokenizer
+from operators.warm_start.train import character_tokenizer
 
 GROUPS = 16
 

@@ -26,9 +26,9 @@ from dataflow.runtime import Batch, Context, Runtime
 from dataflow.staleness import Bound
 from dataflow.testing import FakeGenerator, FakePrompts, FakeTrainer
 from operators import Logprobs, RewardModel, Values
-from operators.engine.parallel import sliced_model
+from operators.engine.parallel import shards
 from operators.forward import ForwardOperator
-from operators.models.errors import ModelError
+from operators.models.folders import ModelError
 from operators.models.loading import load_merged
 
 GROUPS = [
@@ -261,7 +261,7 @@ def test_each_rank_reads_its_part_of_the_model_and_holds_no_more(folders: dict[s
     def never(*_: Any) -> Any:
         raise AssertionError("nobody loads the whole")
 
-    sliced_model.load_merged = never  # type: ignore[assignment]
+    shards.load_merged = never  # type: ignore[assignment]
     with built(declared("logprobs", folders, tensor_parallel=2)) as runtime:
         shapes = {
             name: tuple(weight.shape)

@@ -33,8 +33,7 @@ from operators import Logprobs, Trainer, Values
 from operators.models.loading import load_model
 from operators.training.learner import policy as policy_module
 from operators.training.learner.build import make_learner
-from operators.training.learner.packing import pack
-from operators.training.learner.rows import step_rows
+from operators.training.learner.rows import pack, step_rows
 
 TEXTS = ("b2=c", "b2", "19 abc", "b2=c")
 

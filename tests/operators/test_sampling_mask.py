@@ -13,8 +13,8 @@ from dataflow.records import SAMPLING_MASK, SAMPLING_MASK_TYPE
 from dataflow.tokens.sampling_mask import SamplingMask
 from operators.engine.sampler import draw
 from operators.engine.sampling_params import Sampling
-from operators.training.learner.packing import pack
 from operators.training.learner.policy import Policy
+from operators.training.learner.rows import pack
 
 
 @pytest.fixture(autouse=True)

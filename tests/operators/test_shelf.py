@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from dataflow.system.files import RunFolderError
-from operators.models.shelf import Shelf
+from operators.models.read_weights import Shelf
 
 
 def test_a_shelf_takes_other_tensors_each_time_and_those_that_share_memory_once(

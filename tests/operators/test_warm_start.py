@@ -146,8 +146,7 @@ def test_an_example_outside_of_the_alphabet_or_too_long_is_named_by_the_process(
         warm_start(tmp_path / "p", examples=[*EXAMPLES, ("Z=", "a")], **SMALL)
     assert not list(tmp_path.iterdir())
 
-    from operators.warm_start.policy import character_tokenizer
-    from operators.warm_start.train import encode
+    from operators.warm_start.train import character_tokenizer, encode
 
     with pytest.raises(GraphError, match=r"example 1 .* too long; found 9 tokens"):
         encode(character_tokenizer(ALPHABET, 8), [("a=", "a"), ("aaaaaa=", "a")], 8)
@@ -210,8 +209,7 @@ def test_the_process_ends_when_its_parent_is_gone(tmp_path):
 def test_the_policy_and_its_loss_repeat_and_only_answers_and_their_end_are_learnt():
     import torch
 
-    from operators.warm_start.policy import character_tokenizer, small_llama
-    from operators.warm_start.train import IGNORED, encode, train
+    from operators.warm_start.train import IGNORED, character_tokenizer, encode, small_llama, train
 
     fields = SMALL | {
         "mlp_width": 24,

@@ -11,7 +11,6 @@ PARTS = {
     "Devices, hosts, ranks and replicas": (
         "dataflow/planning/*.py",
         "dataflow/launchers/hosted_run.py",
-        "dataflow/launchers/hosted_run.py",
         "dataflow/agent/digest.py",
     ),
     "Models": (
@@ -21,30 +20,24 @@ PARTS = {
         "operators/models/*.py",
     ),
     "Generators": (
-        "operators/engine/knobs.py",
+        "operators/generator.py",
         "operators/engine/build.py",
-        "operators/engine/kv_cache.py",
-        "operators/engine/build.py",
+        "operators/engine/attention.py",
         "operators/engine/parallel/*.py",
         "operators/engine/precision/*.py",
         "operators/engine/vllm/*.py",
     ),
     "Trainers": (
-        "operators/training/knobs.py",
+        "operators/trainer.py",
         "operators/training/steps.py",
         "operators/training/parallel/*.py",
         "operators/training/learner/*.py",
     ),
     "Operators in a live run": ("dataflow/worker/swapped.py", "dataflow/scheduler/swaps/*.py"),
-    "Episodes": (
-        "operators/episodes/declaration.py",
-        "operators/episodes/knobs.py",
-        "operators/episodes/signature.py",
-    ),
+    "Episodes": ("operators/episodes/declaration.py",),
     "Environments": (
         "operators/environments/declaration.py",
-        "operators/environments/declaration.py",
-        "operators/environments/systems.py",
+        "operators/environments/session.py",
     ),
     "References, judges and values": (
         "operators/forward_pass/knobs.py",

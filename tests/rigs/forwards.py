@@ -26,7 +26,7 @@ from operators.forward import ForwardOperator
 from operators.forward_pass.build import ForwardRuntime
 from operators.forward_pass.reading import reading_of
 from operators.models.loading import load_model
-from operators.warm_start.policy import character_tokenizer
+from operators.warm_start.train import character_tokenizer
 from rigs.columns import whole
 from rigs.heads import SIZES
 from rigs.policy import ALPHABET

@@ -17,7 +17,7 @@ from dataflow.records import GROUP_ID, VERSIONS
 from dataflow.rules.reorder_buffer import QueuedGroup, ReorderBuffer
 from dataflow.runtime import Batch, Context, Runtime
 from dataflow.staleness import oldest_versions, sweep
-from operators.training.checkpoints.resuming import expected
+from operators.training.checkpoints.checkpoint import expected
 
 from .actors import digest, fails, tensors
 from .laws import check

@@ -15,8 +15,7 @@ from typing import Protocol
 
 import torch
 
-from operators.engine.attention import AttentionLayout, Kernel
-from operators.engine.kv_cache import KVCache
+from operators.engine.attention import AttentionLayout, Kernel, KVCache
 from operators.engine.pages import PAGE
 from operators.engine.sampler import Draw
 from operators.engine.sampling_params import Sampling

@@ -22,7 +22,7 @@ import triton.language as tl
 
 from operators.engine.attention import AttentionLayout
 from operators.engine.pages import PAGE
-from operators.models.errors import ModelError
+from operators.models.folders import ModelError
 
 PROGRAMS_PER_MULTIPROCESSOR = 8
 """Programs wanted in all, while a split still has a block to do."""

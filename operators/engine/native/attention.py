@@ -10,14 +10,29 @@ from __future__ import annotations
 import ctypes
 import functools
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
 
+from dataflow.system.native import compiled
 from operators.engine.attention import AttentionLayout
-from operators.engine.native.build import library
 from operators.engine.pages import PAGE
-from operators.models.errors import ModelError
+from operators.models.folders import ModelError
+
+FOLDER = Path(__file__).parent
+SOURCES = ("kernels.c", "vectors.c", "pages.c", "attention.c", "matmul.c", "decoder.c")
+"""The first is compiled; it includes the others."""
+FLAGS = ("-O3", "-std=gnu11", "-fno-math-errno", "-fno-trapping-math", f"-DPAGE={PAGE}")
+
+
+@functools.cache
+def library() -> ctypes.CDLL | None:
+    """The kernels; None where they cannot be built. A compiler without OpenMP builds kernels of one
+    thread.
+    """
+    return compiled(tuple(FOLDER / name for name in SOURCES), ((*FLAGS, "-fopenmp"), FLAGS))
+
 
 MOST_QUERIES = 64
 """Queries of one head that a unit of work takes at once."""

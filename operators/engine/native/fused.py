@@ -16,14 +16,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from operators.engine.attention import AttentionLayout
-from operators.engine.kv_cache import KVCache, huge_pages
-from operators.engine.native.attention import DTYPES
-from operators.engine.native.build import library
-from operators.engine.native.families import reason_against
-from operators.engine.native.packing import LONG, POINTER, PackedWeights
+from operators.engine.attention import AttentionLayout, KVCache, huge_pages
+from operators.engine.native.attention import DTYPES, library
+from operators.engine.native.packing import LONG, POINTER, PackedWeights, reason_against
 from operators.engine.pages import PAGE, Prefix
-from operators.models.errors import ModelError
+from operators.models.folders import ModelError
 
 
 class RowsStruct(ctypes.Structure):

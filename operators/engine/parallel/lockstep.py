@@ -11,23 +11,140 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
+import numpy as np
+
 from dataflow.errors import RunError
+from dataflow.folder.partial_rollouts import PartialRollout
+from dataflow.limits import Limits
+from dataflow.records import AnyArray
 from dataflow.system.channel import Channel
+from dataflow.system.messages import Message, Plain, Secret
+from dataflow.tokens.rollout_tokens import RolloutTokens
 from dataflow.weight_ends import WeightsBeside
-from operators.engine.parallel import group
-from operators.engine.parallel.member import RankEngine, state_of
-from operators.engine.parallel.messages import Abort, Adopted, Digest, Digests, StartMessage, Step
-from operators.engine.results import EndedRollout, PromptStart
-from operators.engine.sleep import put_aside
+from operators.engine.decode import put_aside
+from operators.engine.interface import EndedRollout, PromptStart
+from operators.engine.parallel.member import RankEngine, digests, leave, state_of
+from operators.engine.sampling_params import Sampling
 from operators.engine.stop_strings import StopStrings
+from operators.generator import GeneratorKnobs
 from operators.models.read_weights import RankMemory
-from operators.ranks.exchange import Exchange, named, next_message
-from operators.ranks.messages import Close
-from operators.ranks.watch import ExchangeWatch
-from operators.ranks.weights import followed
+from operators.ranks.group import ExchangeWatch
+from operators.ranks.messages import Close, codec_of
+from operators.ranks.team import Exchange, named, next_message
+from operators.ranks.weights import KINDS, followed
+
+# From rank 0
+
+
+class EngineSettings(Secret, kw_only=True):
+    """What a rank builds its engine from."""
+
+    declaration: GeneratorKnobs
+    node: str
+    replica: int
+    rank: int
+    size: int
+    device: str
+    threads: int
+    folder: str
+    """Where the ranks meet."""
+    site: Mapping[str, Plain] | None
+    """As `OpensWeights.site`."""
+    attempt: int
+    """The scheduler's, at rank 0."""
+    quantized: str | None
+    """As `Context.quantized`."""
+    aside: str | None
+    """As `Context.aside`."""
+    limits: Limits
+
+
+class StartMessage(Message, kw_only=True):
+    """A prompt whose rollouts start, as `PromptStart`."""
+
+    tokens: AnyArray
+    limit: int
+    tickets: tuple[int, ...]
+    seeds: tuple[int, ...]
+    sampling: Sampling | None
+    stop: tuple[str | int, ...] | None
+    partial: tuple[RolloutTokens | None, ...]
+    """Of each rollout, what it had drawn before it starts again."""
+
+    @classmethod
+    def of(cls, start: PromptStart) -> StartMessage:
+        """The message of a start."""
+        return cls(
+            tokens=np.asarray(start.prompt, np.int64),
+            limit=int(start.limit),
+            tickets=tuple(map(int, start.tickets)),
+            seeds=tuple(map(int, start.seeds)),
+            sampling=start.sampling,
+            stop=None if start.stop is None else tuple(start.stop.strings),
+            partial=tuple(None if rollout is None else rollout.tokens for rollout in start.partial),
+        )
+
+    def start(self, stops: Callable[[Sequence[str | int]], StopStrings]) -> PromptStart:
+        """The start again; `stops` gives the same object for the same strings."""
+        return PromptStart(
+            prompt=self.tokens,
+            limit=self.limit,
+            tickets=self.tickets,
+            seeds=self.seeds,
+            sampling=self.sampling,
+            stop=None if self.stop is None else stops(self.stop),
+            partial=[
+                None if tokens is None else PartialRollout(begin=0, tokens=tokens)
+                for tokens in self.partial
+            ],
+        )
+
+
+class Step(Message):
+    """Make a step."""
+
+    state: int
+    """Rank 0's, by `member.state_of`."""
+    prompts: tuple[StartMessage, ...]
+
+
+class Abort(Message):
+    """Give rollouts up."""
+
+    tickets: tuple[int, ...]
+
+
+class Adopted(Message):
+    """This version of the weights is in use."""
+
+    version: int
+
+
+class Digest(Message):
+    """Say what you hold."""
+
+
+# From the others
+
+
+class Started(Message):
+    """I run."""
+
+    pid: int
+
+
+class Digests(Message):
+    """Checksums of the parameters that I hold."""
+
+    digests: Mapping[str, int]
+
+
+CODEC = codec_of(
+    "engine-ranks", *KINDS, EngineSettings, Step, Abort, Adopted, Digest, Started, Digests
+)
 
 
 class Lockstep:
@@ -91,13 +208,13 @@ class Lockstep:
         with self._together("comparing weights"):
             self._tell(Digest())
             answers = self._answers(Digests)
-            return [group.digests(self.shards), *(dict(answer.digests) for answer in answers)]
+            return [digests(self.shards), *(dict(answer.digests) for answer in answers)]
 
     def close(self) -> None:
         """Give up all rows and end the other ranks; may be called again."""
         self._engine.close()
         self._exchange.close()
-        group.leave()
+        leave()
 
 
 def follow(
@@ -147,7 +264,7 @@ def follow(
             case Adopted():
                 engine.adopted(message.version)
             case Digest():
-                channel.send(Digests(group.digests(member.shards)))
+                channel.send(Digests(digests(member.shards)))
             case _ if not (
                 followed(message, channel, beside) or memory.followed(message, channel, watch)
             ):

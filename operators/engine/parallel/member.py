@@ -5,26 +5,64 @@ from __future__ import annotations
 import dataclasses
 import functools
 import zlib
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
+import torch.distributed as dist
+import xxhash
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from dataflow.runtime import Context
+from operators.engine.attention import default_budget
 from operators.engine.build import BuiltEngine, build_native
 from operators.engine.decode import Engine
-from operators.engine.knobs import GeneratorKnobs
-from operators.engine.kv_cache import default_budget
-from operators.engine.parallel import group
-from operators.engine.parallel.shards import Shard, connect, cut_rows, distribute, taken
-from operators.engine.parallel.sliced_model import sliced
+from operators.engine.parallel.shards import (
+    AXES,
+    Shard,
+    connect,
+    cut_rows,
+    distribute,
+    sliced,
+    taken,
+)
 from operators.engine.precision import Sliced
-from operators.ranks.loading import Loading
+from operators.generator import GeneratorKnobs
+from operators.ranks import group
+from operators.ranks.group import leave, watched
+from operators.ranks.team import Loading
 
-if TYPE_CHECKING:
-    from torch.distributed.device_mesh import DeviceMesh
+__all__ = ["digests", "join", "largest", "least", "leave", "watched"]
+
+
+def join(folder: Path, rank: int, size: int, device: torch.device, timeout_s: float) -> DeviceMesh:
+    """As `ranks.group.join`; the mesh of all ranks, as transformers expects it."""
+    group.join(folder, rank, size, device, timeout_s)
+    return init_device_mesh(device.type, (1, 1, 1, size), mesh_dim_names=AXES)
+
+
+def least(value: int) -> int:
+    """The smallest value that any rank gives; every rank calls this."""
+    agreed = torch.tensor([value])
+    dist.all_reduce(agreed, op=dist.ReduceOp.MIN)
+    return int(agreed)
+
+
+def largest(numbers: torch.Tensor) -> None:
+    """Replace each number by the largest that any rank has in its place; every rank calls this."""
+    dist.all_reduce(numbers, op=dist.ReduceOp.MAX)
+
+
+def digests(shards: Mapping[str, Shard]) -> dict[str, int]:
+    """A checksum (xxh3, 64 bits) of the bytes of each parameter of this rank, by name."""
+    return {
+        name: xxhash.xxh3_64_intdigest(
+            shard.local.data.cpu().view(-1).view(torch.uint8).numpy().data
+        )
+        for name, shard in shards.items()
+    }
 
 
 @dataclass(frozen=True)
@@ -63,10 +101,8 @@ def make_member(
     budget = declaration.cache_bytes
     if budget is None:
         free = default_budget(device, sum(shard.local.nbytes for shard in own.shards.values()))
-        budget = group.least(free // size if device.type == "cpu" else free)
-    shares = Sliced(
-        cut_rows(own.shards), group.largest, functools.partial(connect, own.module, mesh)
-    )
+        budget = least(free // size if device.type == "cpu" else free)
+    shares = Sliced(cut_rows(own.shards), largest, functools.partial(connect, own.module, mesh))
     budgeted = dataclasses.replace(declaration, cache_bytes=budget)
     built = build_native(budgeted, context, own.module, shares, own.merged)
     return RankEngine(built, taken(own.shards, built.engine.tensors), context.aside)

@@ -2,9 +2,8 @@
 every version.
 """
 
-from operators.engine.precision.formats import FORMATS, Weights
 from operators.engine.precision.intake import Intake, Sliced, cast, fault, linear_weights, quantise
-from operators.engine.precision.linear import unrounded
+from operators.engine.precision.linear import FORMATS, Weights, unrounded
 
 __all__ = [
     "FORMATS",

@@ -6,14 +6,22 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 
-from operators.engine.precision.formats import FORMATS, Format, Largest, Weights
-from operators.engine.precision.linear import QuantisedExperts, QuantisedLinear
+from dataflow.model import Model
+from operators.engine.precision.linear import (
+    FORMATS,
+    Format,
+    Largest,
+    QuantisedExperts,
+    QuantisedLinear,
+    Weights,
+)
 from operators.models.adapters import ROUTERS
-from operators.models.errors import ModelError
+from operators.models.folders import ModelError
+from operators.models.loading import load_configs
 
 FP8_CAPABILITY = (8, 9)
 """The least compute capability of a GPU that multiplies in fp8 (Ada; Hopper is 9.0)."""
@@ -294,3 +302,15 @@ def _groups(name: str, columns: int, group: int | None) -> int:
             " every layer's inputs"
         )
     return columns // group
+
+
+def quantized_names(model: Model) -> frozenset[str]:
+    """The names that `linear_weights` gives for `model`, from its config alone. ModelError as
+    `load_configs`.
+    """
+    from transformers import AutoModelForCausalLM
+
+    config, _ = load_configs(model)
+    with torch.device("meta"):
+        build: Any = AutoModelForCausalLM.from_config
+        return linear_weights(build(config, trust_remote_code=model.trust_remote_code))

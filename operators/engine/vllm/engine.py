@@ -12,26 +12,40 @@ unless a batch of another composition rounds a logit across a mark.
 from __future__ import annotations
 
 import dataclasses
+import json
 import os
+import weakref
 from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, Literal
 from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
+from torch.multiprocessing.reductions import reduce_tensor
 
 from dataflow.errors import WorkerDied
 from dataflow.folder.partial_rollouts import PartialRollout
 from dataflow.limits import Limits
 from dataflow.model import Model
-from dataflow.model_files import folder_here
+from dataflow.model_files import INDEX, folder_here
 from dataflow.records import AnyArray
-from operators.engine.finish_reasons import ABORTED, BROKEN, STOPPED, TOO_LONG
-from operators.engine.results import EndedRollout, PromptStart, Row
+from dataflow.runtime import Context
+from dataflow.tokens.rollout_tokens import RolloutTokens
+from operators.engine.build import BuiltEngine, context_tokens_of, sampling_of
+from operators.engine.interface import (
+    ABORTED,
+    BROKEN,
+    STOPPED,
+    TOO_LONG,
+    EndedRollout,
+    PromptStart,
+    Row,
+)
 from operators.engine.sampling_params import Sampling
-from operators.engine.stop_strings import StopStrings
-from operators.engine.vllm.live import Live
+from operators.engine.stop_strings import StopStrings, stops_of
 from operators.engine.vllm.process import (
     INSTALL,
     SERVER,
@@ -39,9 +53,140 @@ from operators.engine.vllm.process import (
     environment_of,
     interpreter,
 )
-from operators.engine.vllm.weights import VllmWeights, check_names
-from operators.models.errors import ModelError
-from operators.models.loading import load_model
+from operators.engine.vllm.shared_tensors import attach, lay_out, pack_handle, reserve
+from operators.generator import GeneratorKnobs
+from operators.models.borders import changing_rope
+from operators.models.folders import ModelError
+from operators.models.loading import load_configs, load_model, load_tokenizer
+
+
+@dataclass
+class Live:
+    """A rollout that vLLM decodes."""
+
+    start: PromptStart
+    ticket: int
+    age: int
+    seed: int
+    sampling: Sampling
+    stop: StopStrings | None
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    versions: list[int] = field(default_factory=list)
+
+    def row(self) -> Row:
+        """Prompt and completion so far."""
+        before = len(self.start.prompt)
+        drawn = RolloutTokens.drawn(
+            np.array(self.tokens), np.array(self.logprobs), np.array(self.versions)
+        )
+        return Row(
+            ticket=self.ticket,
+            age=self.age,
+            tokens=RolloutTokens.joined([RolloutTokens.given(self.start.prompt), drawn]),
+            start=before,
+            limit=self.start.limit,
+            seed=self.seed,
+            sampling=self.sampling,
+            stop=self.stop,
+        )
+
+
+class VllmWeights:
+    """Full tensors under the trainer's names: in memory that both processes map, or on a GPU that
+    both see.
+    """
+
+    def __init__(self, module: torch.nn.Module, dtype: str, device: str) -> None:
+        """Hold a copy of the module's parameters."""
+        parameters = dict(module.named_parameters())
+        self._file: int | None = None
+        if device == "cpu":
+            layout, size = lay_out(
+                {name: tuple(tensor.shape) for name, tensor in parameters.items()}, dtype
+            )
+            self._file = reserve(size)
+            self._close = weakref.finalize(self, os.close, self._file)
+            self._opening: dict[str, Any] = {"file": self._file, "layout": layout}
+            self.tensors = attach(self._file, layout)
+        else:
+            kind = getattr(torch, dtype)
+            self.tensors = {
+                name: torch.empty_like(p, dtype=kind, device=device)
+                for name, p in parameters.items()
+            }
+            self._opening = {}
+        with torch.no_grad():
+            for name, tensor in self.tensors.items():
+                tensor.copy_(parameters[name])
+
+    @property
+    def files(self) -> list[int]:
+        """Open files that vLLM's process must inherit."""
+        return [] if self._file is None else [self._file]
+
+    def opening(self) -> dict[str, Any]:
+        """The first message to vLLM's process."""
+        return self._opening
+
+    def offer(self) -> dict[str, Any]:
+        """The message to vLLM's process at an update: handles, or nothing where it maps the
+        memory.
+        """
+        if self._file is not None:
+            return {}
+        torch.cuda.synchronize()
+        names = list(self.tensors)
+        gpu = str(torch.cuda.get_device_properties(self.tensors[names[0]].device).uuid)
+        return {
+            "names": names,
+            "dtype_names": [
+                str(tensor.dtype).removeprefix("torch.") for tensor in self.tensors.values()
+            ],
+            "shapes": [list(tensor.shape) for tensor in self.tensors.values()],
+            "handles": [{gpu: pack_handle(_handle(tensor))} for tensor in self.tensors.values()],
+        }
+
+    def close(self) -> None:
+        """Close the file; the memory is freed once no process maps it."""
+        self.tensors = {}
+        if self._file is not None:
+            self._close()
+
+
+def _handle(tensor: torch.Tensor) -> tuple[Any, ...]:
+    """What another process opens a CUDA tensor with."""
+    return reduce_tensor(tensor)[1]  # type: ignore[no-untyped-call,no-any-return]
+
+
+def check_names(model: Model, names: Collection[str], folder: Path) -> None:
+    """Refuse a model whose trained names are not those of its files: vLLM loads by the files'
+    names.
+
+    Raises ModelError, for example for a mixture of experts whose experts the trainer holds in one
+    tensor.
+    """
+    stored = _stored(folder)
+    unknown = sorted(set(names) - stored)
+    if unknown:
+        raise ModelError(
+            f"engine 'vllm' cannot take the weights of model '{model.name}': {len(unknown)} of its"
+            f" {len(names)} "
+            f"parameters are not in its files by their names, such as {unknown[:3]}; use"
+            ' engine="native"'
+        )
+
+
+def _stored(folder: Path) -> set[str]:
+    """Names of the tensors in a folder's safetensors files."""
+    if (folder / INDEX).is_file():
+        return set(json.loads((folder / INDEX).read_text("utf-8"))["weight_map"])
+    tensor_names: set[str] = set()
+    for file in folder.glob("*.safetensors"):
+        with file.open("rb") as opened:
+            tensor_names.update(json.loads(opened.read(int.from_bytes(opened.read(8), "little"))))
+    return tensor_names
+
 
 AHEAD = 1
 """Steps that are asked for before the answer to the one before has been read, so that vLLM never
@@ -336,3 +481,32 @@ def _folder(model: Model) -> Path:
 
     config_file = cached_file(model.source, "config.json", revision=model.revision)
     return Path(str(config_file)).parent
+
+
+def build_vllm(declaration: GeneratorKnobs, context: Context) -> BuiltEngine:
+    config, generation = load_configs(declaration.model)
+    if kinds := changing_rope(config.get_text_config()):
+        raise ModelError(
+            f"model '{declaration.model.name}' has other rope factors for long sequences than for"
+            " short ones; found "
+            f'{sorted(kinds)}, of which vLLM chooses by a rule of its own; use engine="native"'
+        )
+    tokenizer = load_tokenizer(declaration.model)
+    holder = SimpleNamespace(config=config, generation_config=generation)
+    vocabulary = int(config.get_text_config().vocab_size)
+    ends, stop = stops_of(tokenizer, holder, declaration.stop, vocabulary, chat=declaration.chat)
+    engine = VllmEngine(
+        declaration.model,
+        slots=declaration.slots,
+        context_tokens=context_tokens_of(declaration, config),
+        sampling=sampling_of(declaration),
+        end_tokens=sorted(ends),
+        stop=StopStrings(tokenizer, stop) if stop else None,
+        threads=context.threads,
+        device=context.device,
+        cache_bytes=declaration.cache_bytes,
+        on_update=declaration.on_update,
+        start_s=context.limits.start_s,
+        deadline_s=context.limits.stuck_s,
+    )
+    return BuiltEngine(engine, tokenizer, ends)

@@ -15,7 +15,7 @@ from typing import Any
 from dataflow.errors import RunError, WorkerDied
 from dataflow.system.child import Child, started
 from operators.engine.vllm.wire import ServerStream
-from operators.models.errors import ModelError
+from operators.models.folders import ModelError
 
 PYTHON = "DATAFLOW_VLLM_PYTHON"
 """Environment variable that names the interpreter of vLLM's environment."""

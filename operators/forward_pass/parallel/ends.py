@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
-from operators.training.parallel.direct import LayerBuffer, swap
+from operators.training.parallel.shard import LayerBuffer, swap
 
 
 def cut_ends(module: Any, ranks: DeviceMesh) -> list[tuple[nn.Module, int]]:

@@ -21,8 +21,7 @@ from dataflow.system.channel import Channel
 from dataflow.system.messages import Message
 from dataflow.tokens.sampling_mask import SamplingMask
 from dataflow.weight_ends import WeightsBeside
-from operators.engine.parallel.shards import Shard, localized, plain_pieces
-from operators.engine.parallel.sliced_model import SlicedModel, sliced
+from operators.engine.parallel.shards import Shard, SlicedModel, localized, plain_pieces, sliced
 from operators.forward_pass.knobs import ForwardKnobs
 from operators.forward_pass.parallel.ends import cut_ends, gather_ends
 from operators.forward_pass.query import Reading
@@ -31,20 +30,28 @@ from operators.models.heads import key_value_heads
 from operators.models.loading import load_configs
 from operators.models.read_weights import RankMemory
 from operators.ranks import group
-from operators.ranks.exchange import Exchange, expected, named, next_message
-from operators.ranks.loading import Loading, following, leading
 from operators.ranks.messages import Close, codec_of
-from operators.ranks.process import run_rank
-from operators.ranks.team import Team, forked
+from operators.ranks.team import (
+    Exchange,
+    Loading,
+    Team,
+    expected,
+    following,
+    forked,
+    leading,
+    named,
+    next_message,
+    run_rank,
+)
 from operators.ranks.weights import KINDS, Leader, Take, beside, followed, met, opens_for_ranks
 from operators.training.learner.learner import Forward
-from operators.training.learner.packing import TokenTree
+from operators.training.learner.rows import TokenTree
 from operators.training.parallel.launch import device_of
 from operators.training.parallel.mesh import TrainerMesh, make_mesh
 from operators.training.parallel.shard import cut
 
 if TYPE_CHECKING:
-    from operators.models.merged_adapters import Merged
+    from operators.models.adapters import Merged
 
 
 # What the ranks of a forward operator say to each other.

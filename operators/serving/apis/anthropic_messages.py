@@ -7,9 +7,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from operators.serving.apis.api import Api, is_search, named_event, only_fields, texts_of
-from operators.serving.bounds import Bounds
 from operators.serving.calls import Choice, ServedCall
-from operators.serving.errors import ApiError, bad
+from operators.serving.errors import ApiError, Bounds, bad
 from operators.serving.requests import Request, parse, set_aside
 from operators.serving.text import Vocabulary
 

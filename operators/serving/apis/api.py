@@ -1,19 +1,210 @@
-"""The interface of an API to the routes: bodies become requests, calls become JSON, streams become
-events.
-"""
+"""The interface of an API to the routes, and OpenAI's chats and completions: bodies become
+requests, calls become JSON, streams become events."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 
-from operators.serving.bounds import Bounds
-from operators.serving.calls import ServedCall
-from operators.serving.errors import ApiError, bad
-from operators.serving.requests import Request
+from operators.serving.calls import Choice, ServedCall
+from operators.serving.errors import ApiError, Bounds, bad
+from operators.serving.requests import Request, parse
 from operators.serving.text import Vocabulary
+
+DONE = "data: [DONE]\n\n"
+
+
+def event(body: Any) -> str:
+    """One server-sent event."""
+    return f"data: {json.dumps(body, ensure_ascii=False)}\n\n"
+
+
+def whole(call: ServedCall, vocabulary: Vocabulary) -> dict[str, Any]:
+    """The answer of a call that is over."""
+    request = call.request
+    body = _head(call, chunk=False)
+    body["choices"] = [_whole_choice(call, choice, vocabulary) for choice in call.choices]
+    body["usage"] = usage(call)
+    if request.return_token_ids and request.kind == "chat":
+        body["prompt_token_ids"] = list(call.parts[0].group.prompt_tokens)
+    return body
+
+
+def usage(call: ServedCall) -> dict[str, int]:
+    """Tokens read and written; a prompt counts once, however many choices it has."""
+    read = sum(len(part.group.prompt_tokens) for part in call.parts)
+    wrote = sum(len(choice.tokens) for choice in call.choices)
+    return {"prompt_tokens": read, "completion_tokens": wrote, "total_tokens": read + wrote}
+
+
+@dataclass
+class _Sent:
+    """How much of a choice has gone out."""
+
+    characters: int = 0
+    tokens: int = 0
+    begun: bool = False
+    ended: bool = False
+
+
+class Chunks:
+    """The chunks of a call's stream, cut as the news comes; together they are the whole answer."""
+
+    def __init__(self, call: ServedCall, vocabulary: Vocabulary) -> None:
+        """Nothing sent yet."""
+        self._call, self._vocabulary = call, vocabulary
+        self._sent = [_Sent() for _ in call.choices]
+
+    def new(self) -> Iterator[dict[str, Any]]:
+        """What has come since the last call."""
+        for choice, sent in zip(self._call.choices, self._sent, strict=True):
+            if not sent.begun:
+                sent.begun = True
+                yield from self._opening(choice)
+            yield from self._grown(choice, sent)
+            if choice.finish_reason is not None and not sent.ended:
+                sent.ended = True
+                if calls := (choice.message or {}).get("tool_calls"):
+                    indexed = [{"index": at, **call} for at, call in enumerate(calls)]
+                    yield self._chunk({**self._delta(choice, ""), "delta": {"tool_calls": indexed}})
+                yield self._chunk(
+                    {**self._delta(choice, ""), "finish_reason": choice.finish_reason}
+                )
+
+    def last(self) -> Iterator[dict[str, Any]]:
+        """What comes after all choices."""
+        if self._call.request.include_usage:
+            yield {**_head(self._call, chunk=True), "choices": [], "usage": usage(self._call)}
+
+    def _opening(self, choice: Choice) -> Iterator[dict[str, Any]]:
+        asks, chat = self._call.request.return_token_ids, self._call.request.kind == "chat"
+        part = self._delta(choice, "")
+        if chat:
+            part["delta"] = {"role": "assistant", "content": ""}
+        elif asks:
+            part["prompt_token_ids"] = _prompt_of(self._call, choice)
+        if chat or asks:
+            chunk = self._chunk(part)
+            if chat and asks:
+                chunk["prompt_token_ids"] = _prompt_of(self._call, choice)
+            yield chunk
+
+    def _grown(self, choice: Choice, sent: _Sent) -> Iterator[dict[str, Any]]:
+        request = self._call.request
+        shown = choice.shown if request.kind == "chat" else choice.transcript.text
+        text, drawn = shown[sent.characters :], len(choice.tokens)
+        counts = request.logprobs or request.return_token_ids
+        if not text and not (counts and drawn > sent.tokens):
+            return
+        part = self._delta(choice, text)
+        if request.logprobs:
+            part["logprobs"] = _logprobs(request.kind, choice, self._vocabulary, sent.tokens)
+        if request.return_token_ids:
+            part["token_ids"] = choice.tokens.ids[sent.tokens :].tolist()
+        sent.characters, sent.tokens = sent.characters + len(text), drawn
+        yield self._chunk(part)
+
+    def _delta(self, choice: Choice, text: str) -> dict[str, Any]:
+        grown = (
+            {"delta": {"content": text} if text else {}}
+            if self._call.request.kind == "chat"
+            else {"text": text}
+        )
+        return {"index": choice.index, **grown, "logprobs": None, "finish_reason": None}
+
+    def _chunk(self, choice: dict[str, Any]) -> dict[str, Any]:
+        body = {**_head(self._call, chunk=True), "choices": [choice]}
+        return {**body, "usage": None} if self._call.request.include_usage else body
+
+
+def _head(call: ServedCall, *, chunk: bool) -> dict[str, Any]:
+    chat = "chat.completion.chunk" if chunk else "chat.completion"
+    kind = chat if call.request.kind == "chat" else "text_completion"
+    return {
+        "id": call.request_id,
+        "object": kind,
+        "created": call.created,
+        "model": call.request.model,
+    }
+
+
+def _whole_choice(call: ServedCall, choice: Choice, vocabulary: Vocabulary) -> dict[str, Any]:
+    request, text = call.request, choice.transcript.text
+    body: dict[str, Any] = {"index": choice.index}
+    if request.kind == "chat":
+        message = choice.message or {"content": text}
+        calls = {"tool_calls": message["tool_calls"]} if "tool_calls" in message else {}
+        content = None if calls and not message["content"] else message["content"]
+        body["message"] = {"role": "assistant", "content": content, "refusal": None, **calls}
+    else:
+        body["text"] = text
+    body["logprobs"] = _logprobs(request.kind, choice, vocabulary, 0) if request.logprobs else None
+    body["finish_reason"] = choice.finish_reason
+    if request.return_token_ids:
+        body["token_ids"] = choice.tokens.ids.tolist()
+        if request.kind == "completion":
+            body["prompt_token_ids"] = _prompt_of(call, choice)
+    return body
+
+
+def _prompt_of(call: ServedCall, choice: Choice) -> list[int]:
+    return list(call.parts[choice.index // call.request.n].group.prompt_tokens)
+
+
+def _logprobs(kind: str, choice: Choice, vocabulary: Vocabulary, since: int) -> dict[str, Any]:
+    """Of every sampled token from `since` on, end tokens and those of a stop string too."""
+    sampled = choice.tokens[since:]
+    ids, values = sampled.ids.tolist(), [float(value) for value in sampled.logprobs]
+    pieces = [vocabulary.decode([token], special=True) for token in ids]
+    likeliest = [
+        [(token, vocabulary.decode([token], special=True), value) for token, value in alternatives]
+        for alternatives in choice.alternatives[since:]
+    ] or [[] for _ in ids]
+    if kind == "chat":
+        content = [
+            {
+                **_entry(text, value),
+                "top_logprobs": [_entry(name, share) for _, name, share in alternatives],
+            }
+            for text, value, alternatives in zip(pieces, values, likeliest, strict=True)
+        ]
+        return {"content": content, "refusal": None}
+    places = range(since, since + len(ids))
+    offsets = [
+        choice.transcript.offsets[at] if at < len(choice.transcript.offsets) else None
+        for at in places
+    ]
+    last = len(choice.transcript.text)
+    return {
+        "tokens": pieces,
+        "token_logprobs": values,
+        "top_logprobs": [_by_text(alternatives) for alternatives in likeliest]
+        if choice.alternatives
+        else None,
+        "text_offset": [last if offset is None else offset for offset in offsets],
+    }
+
+
+def _by_text(likeliest: Sequence[tuple[int, str, float]]) -> dict[str, float]:
+    """By text; a token whose text is a part of a character, or that of a likelier one, by its
+    id.
+    """
+    by_text: dict[str, float] = {}
+    for token, text, value in likeliest:
+        by_text[f"token_id:{token}" if text in by_text or "\ufffd" in text else text] = value
+    return by_text
+
+
+def _entry(text: str, value: float) -> dict[str, Any]:
+    return {"token": text, "logprob": value, "bytes": _bytes(text)}
+
+
+def _bytes(text: str) -> list[int] | None:
+    """UTF-8 of a token; None where it is a part of a character."""
+    return None if "\ufffd" in text else list(text.encode())
 
 
 class Told(Protocol):
@@ -105,3 +296,23 @@ def texts_of(where: str, content: Any, kinds: tuple[str, ...] = ("text",)) -> st
                 "unsupported_content",
             )
     return "".join(block["text"] for block in content)
+
+
+class ToldChunks:
+    """Chunks as events."""
+
+    def __init__(self, call: ServedCall, vocabulary: Vocabulary) -> None:
+        """Nothing sent yet."""
+        self._chunks = Chunks(call, vocabulary)
+
+    def new(self) -> Iterator[str]:
+        """Events since the last call."""
+        yield from map(event, self._chunks.new())
+
+    def last(self) -> Iterator[str]:
+        """Events after all else."""
+        yield from map(event, self._chunks.last())
+
+
+CHAT_COMPLETIONS = Api("/v1/chat/completions", partial(parse, "chat"), whole, ToldChunks, done=DONE)
+COMPLETIONS = Api("/v1/completions", partial(parse, "completion"), whole, ToldChunks, done=DONE)

@@ -5,12 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from operators.serving.apis.api import Api, is_search, named_event, only_fields, texts_of
-from operators.serving.bounds import Bounds
+from operators.serving.apis.api import Api, is_search, named_event, only_fields, texts_of, usage
 from operators.serving.calls import Choice, ServedCall
-from operators.serving.errors import bad
+from operators.serving.errors import Bounds, bad
 from operators.serving.requests import Request, parse, set_aside
-from operators.serving.responses import usage
 from operators.serving.text import Vocabulary
 
 FIELDS: dict[str, Any] = {

@@ -5,12 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from operators.serving.apis.api import Api, only_fields
-from operators.serving.bounds import Bounds
+from operators.serving.apis.api import Api, event, only_fields, usage
 from operators.serving.calls import ServedCall
-from operators.serving.errors import bad
+from operators.serving.errors import Bounds, bad
 from operators.serving.requests import MOST_TOKENS, WISHES, Request, parse, set_aside
-from operators.serving.responses import event, usage
 from operators.serving.text import Vocabulary
 
 FIELDS: dict[str, Any] = {

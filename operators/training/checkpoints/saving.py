@@ -19,7 +19,7 @@ from dataflow.folder.ledger import BaseLedger, LedgerError
 from dataflow.runtime import Context
 from dataflow.system.files import RunFolderError, disk
 from operators.training.checkpoints import checkpoint
-from operators.training.checkpoints.staging import Background
+from operators.training.checkpoints.checkpoint import Background
 from operators.training.learner.learner import Learner
 
 DEAR = 20.0

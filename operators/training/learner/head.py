@@ -12,11 +12,20 @@ bfloat16 it is rounded once.
 
 Axis suffixes as in `packing`; and D width of the model, V vocabulary, C ids of a slice, M tokens
 drawn from less than the vocabulary, P pairs of a row and an id whose logit is wanted.
+
+Axis suffixes as in `packing`; and V vocabulary, M tokens drawn from less than it, P pairs of a row
+and an id whose logit is wanted.
+
+The layer is called by the model as ever, so whatever hangs on the call (the hooks that gather a
+sharded weight, or take its gradient away) finds what it expects; only what the layer computes is
+another function of the same hidden states and the same weight. What the model does to logits
+afterwards is found out when it is loaded, and undone.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import contextlib
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,9 +33,82 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from operators.training.cpu.direct_gradients import DirectGradients
-from operators.training.cpu.products import multiplies_bfloat16, rounded_product
-from operators.training.learner.logprobs import Wanted, composed
+from operators.training.learner.cpu import DirectGradients, multiplies_bfloat16, rounded_product
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """Which tokens' log-probabilities are asked for, on the device of the hidden states."""
+
+    head_T: Tensor
+    """Row of the hidden states that each is predicted from."""
+    targets_T: Tensor
+    """The tokens."""
+    tokens_M: Tensor | None = None
+    """Which of the T were drawn from what truncation left of the vocabulary; None: none was."""
+    segment_K: Tensor | None = None
+    """Index into M of each id that was left."""
+    ids_K: Tensor | None = None
+    """The ids."""
+
+    def pairs(self) -> tuple[Tensor, Tensor]:
+        """Row and id of every logit that is wanted by itself: those of the T, then those of the
+        K.
+        """
+        if self.tokens_M is None or self.segment_K is None or self.ids_K is None:
+            return self.head_T, self.targets_T
+        rows_K = self.head_T[self.tokens_M][self.segment_K]
+        return torch.cat([self.head_T, rows_K]), torch.cat([self.targets_T, self.ids_K])
+
+
+def logprobs_of_logits(
+    logits_U_V: Tensor, selection: Wanted, temperature: float, *, entropy: bool
+) -> tuple[Tensor, Tensor | None]:
+    """Log-probabilities [T] and, where asked for, entropies [T] in nats, differentiable in the
+    logits.
+    """
+    if logits_U_V.dtype in (torch.bfloat16, torch.float16):
+        logits_U_V = logits_U_V.float()
+    if temperature != 1.0:
+        logits_U_V = logits_U_V / temperature
+    logs_U_V = logits_U_V.log_softmax(-1)
+    entropy_U = -(logs_U_V.exp() * logs_U_V).sum(-1) if entropy else None
+    if selection.tokens_M is None:
+        return composed(
+            selection, logs_U_V.new_zeros(len(logs_U_V)), logs_U_V[selection.pairs()], entropy_U
+        )
+    return composed(selection, logits_U_V.logsumexp(-1), logits_U_V[selection.pairs()], entropy_U)
+
+
+def composed(
+    selection: Wanted, normalizer_U: Tensor, picked_P: Tensor, entropy_U: Tensor | None
+) -> tuple[Tensor, Tensor | None]:
+    """What is asked for, from each row's normaliser and entropy and the logits of the pairs."""
+    normalizer_T = normalizer_U[selection.head_T]
+    entropy_T = None if entropy_U is None else entropy_U[selection.head_T]
+    values_T = picked_P[: len(selection.targets_T)]
+    if selection.tokens_M is not None and selection.segment_K is not None:
+        values_K = picked_P[len(selection.targets_T) :]
+        normalizer_M = _segment_logsumexp(values_K, selection.segment_K, len(selection.tokens_M))
+        normalizer_T = normalizer_T.index_copy(0, selection.tokens_M, normalizer_M)
+        if entropy_T is not None:
+            shares_K = (values_K - normalizer_M[selection.segment_K]).exp()
+            mean_M = torch.zeros_like(normalizer_M).index_add(
+                0, selection.segment_K, shares_K * values_K
+            )
+            entropy_T = entropy_T.index_copy(0, selection.tokens_M, normalizer_M - mean_M)
+    return values_T - normalizer_T, entropy_T
+
+
+def _segment_logsumexp(values_K: Tensor, segment_K: Tensor, segments: int) -> Tensor:
+    """Logarithm of the sum of the exponentials of each segment."""
+    given_K = values_K.detach()
+    most_M = given_K.new_zeros(segments).scatter_reduce_(
+        0, segment_K, given_K, "amax", include_self=False
+    )
+    powers_K = (values_K - most_M[segment_K]).exp()
+    return most_M + powers_K.new_zeros(segments).index_add(0, segment_K, powers_K).log()
+
 
 CPU_SLICE, GPU_SLICE = 2**20, 2**25
 """Logits of a slice, U * C: on a CPU 4 MiB, which stay in its cache; on a GPU 128 MiB, enough for
@@ -342,3 +424,84 @@ def _product(
         torch.mm(left, right, out_dtype=out.dtype, out=out)
     else:
         out.copy_(torch.mm(left, right))
+
+
+SMALL = 2.0**-10
+"""Numbers that go through a cap are made so small that it leaves them as exact as they were; a
+power of two."""
+
+
+@dataclass(frozen=True)
+class HeadModule:
+    """The last layer of a causal language model, and what the model does to its logits."""
+
+    layer: torch.nn.Linear
+    after: Shape
+
+    @classmethod
+    def of(cls, module: Any, run: Callable[[], Any]) -> HeadModule | None:
+        """The last layer of `module`; None where it is no plain linear one (tensor parallel, an
+        adapter on it), or where the model does more to its logits than cap and scale them.
+
+        run: calls the model on a few tokens; what comes out of known numbers in the layer's place
+        is looked at.
+        """
+        layer = module.get_output_embeddings()
+        if (
+            not isinstance(layer, torch.nn.Linear)
+            or type(layer).forward is not torch.nn.Linear.forward
+        ):
+            return None
+        if "forward" in vars(layer):
+            return None
+        cap = getattr(module.config.get_text_config(), "final_logit_softcapping", None)
+        probe = torch.zeros(0)
+
+        def forward(hidden: Tensor) -> Tensor:
+            nonlocal probe
+            shape = hidden.shape[:-1]
+            probe = torch.linspace(-4.0, 4.0, shape.numel(), device=hidden.device).view(*shape, 1)
+            return probe
+
+        try:
+            with torch.no_grad(), _instead(layer, forward):
+                logits = run().logits
+        except Exception:  # any refusal means the same: this architecture keeps its logits
+            return None
+        if logits.shape != probe.shape:
+            return None
+        capped = probe if not cap else cap * torch.tanh(probe / cap)
+        scale = float(logits.flatten()[-1] / capped.flatten()[-1])
+        is_known = scale > 0 and torch.allclose(logits, scale * capped, rtol=1e-5, atol=1e-6)
+        return cls(layer, Shape(scale=scale, cap=cap or None)) if is_known else None
+
+    def call(
+        self, compute: Callable[[Tensor, Tensor, Tensor | None], Tensor], run: Callable[[], Any]
+    ) -> Tensor:
+        """What `compute` makes of hidden states [U, D], weight and bias: [T, n], through the
+        model's forward.
+
+        compute: gets the hidden states of all positions that the layer is asked for. run: calls the
+        model.
+        """
+        small = 1.0 if self.after.cap is None else SMALL
+
+        def forward(hidden: Tensor) -> Tensor:
+            return compute(hidden.flatten(0, -2), self.layer.weight, self.layer.bias)[None] * small
+
+        with _instead(self.layer, forward):
+            numbers: Tensor = run().logits[0]
+        numbers = numbers / self.after.scale
+        if self.after.cap is not None:
+            numbers = torch.atanh(numbers / self.after.cap) * (self.after.cap / SMALL)
+        return numbers
+
+
+@contextlib.contextmanager
+def _instead(layer: torch.nn.Module, forward: Callable[[Tensor], Tensor]) -> Iterator[None]:
+    """Have a layer compute something else for a while."""
+    layer.forward = forward
+    try:
+        yield
+    finally:
+        del layer.forward

@@ -16,20 +16,24 @@ from torch import Tensor
 
 from dataflow.errors import Unusable
 from dataflow.limits import Limits
-from dataflow.records import ADVANTAGE, LOGPROBS, REF_LOGPROBS, TEMPERATURE, VALUES
+from dataflow.records import ADVANTAGE, LOGPROBS, REF_LOGPROBS, TEMPERATURE, VALUES, AnyArray
 from dataflow.staleness import NO_TOKEN
 from dataflow.tokens.ragged import gather
 from dataflow.tokens.sampling_mask import SamplingMask
 from dataflow.weight_ends import WeightsOut
-from operators.training.cpu.direct_gradients import DirectGradients
+from operators.training.learner.cpu import DirectGradients
 from operators.training.learner.diagnostics import Diagnostics, Measures, ratio_bounds, sums_of
 from operators.training.learner.loss_function import LossFunction
-from operators.training.learner.memory import OffloadedLearner
-from operators.training.learner.nonfinite import NotFinite, not_finite
-from operators.training.learner.packing import Array, TokenTree, pack, split
-from operators.training.learner.refreshed import Refreshed, settle
-from operators.training.learner.rows import StepRows, by_temperature, whitened
-from operators.training.learner.together import Alone, Together
+from operators.training.learner.memory import OffloadedLearner, Refreshed, settle
+from operators.training.learner.rows import (
+    StepRows,
+    TokenTree,
+    by_temperature,
+    pack,
+    split,
+    whitened,
+)
+from operators.training.learner.together import Alone, NotFinite, Together, not_finite
 
 # Whether a loss lets rollouts of advantage 0 be left out; imports torch.
 
@@ -116,9 +120,9 @@ class Prepared:
 
     rows: StepRows
     """With the advantages that the loss is to read."""
-    scale_R: Array
+    scale_R: AnyArray
     """What each rollout's summed loss is multiplied by."""
-    computed: Array
+    computed: AnyArray
     """Rollouts that go through the model."""
 
 
@@ -178,12 +182,12 @@ class Learner:
     """Whether `new_logprobs` has the log-probabilities that a policy computes."""
     _rows: StepRows | None = None
     _diagnostics: Diagnostics | None = None
-    _scale_R: Array = field(default_factory=lambda: np.zeros(0))
+    _scale_R: AnyArray = field(default_factory=lambda: np.zeros(0))
     _totals: list[Tensor] = field(default_factory=list)
-    _bad: list[tuple[Tensor, Array]] = field(default_factory=list)
-    _new: list[tuple[Array, Tensor]] = field(default_factory=list)
+    _bad: list[tuple[Tensor, AnyArray]] = field(default_factory=list)
+    _new: list[tuple[AnyArray, Tensor]] = field(default_factory=list)
     """Of each micro-batch, which of the step's tokens it trained, and their log-probabilities."""
-    _new_S: Array = field(default_factory=lambda: np.zeros(0, np.float32))
+    _new_S: AnyArray = field(default_factory=lambda: np.zeros(0, np.float32))
     """The same of the whole step, once that has ended."""
     _nodes: int = 0
 
@@ -201,7 +205,7 @@ class Learner:
         self.loss = loss
         self.skip_zero_advantage = self._may_skip and vanishes_without_advantage(loss)
 
-    def begin(self, rows: StepRows, version: int) -> list[Array]:
+    def begin(self, rows: StepRows, version: int) -> list[AnyArray]:
         """Start a step; the micro-batches to hand to `micro`, as indices of rollouts.
 
         version: steps behind the weights.
@@ -210,7 +214,7 @@ class Learner:
         self.open(step.rows, step.scale_R, version)
         if not len(step.computed):
             return []
-        micro_batches: list[Array] = []
+        micro_batches: list[AnyArray] = []
         for alike in by_temperature(step.rows, step.computed):
             positions, offsets = gather(step.rows.offsets, alike)
             parts = split(
@@ -255,7 +259,7 @@ class Learner:
         )
         return Prepared(rows=rows, scale_R=scale_R, computed=computed)
 
-    def open(self, rows: StepRows, scale_R: Array, version: int) -> None:
+    def open(self, rows: StepRows, scale_R: AnyArray, version: int) -> None:
         """Start a step of these rows, of which this rank computes what `micro` is given."""
         names = sums_of(self.loss.computed, self.loss.columns)
         self._diagnostics = Diagnostics(
@@ -267,7 +271,7 @@ class Learner:
         torch.manual_seed((self.seed * 1_000_003 + version) % 2**63)
         self._no_gradients()
 
-    def micro(self, part: Array) -> None:
+    def micro(self, part: AnyArray) -> None:
         """Forward and backward of one micro-batch; gradients add up.
 
         An empty one has a forward and backward too, of a loss that is zero: for ranks whose
@@ -372,7 +376,7 @@ class Learner:
             settled=settled,
         )
 
-    def new_logprobs(self) -> tuple[StepRows, Array]:
+    def new_logprobs(self) -> tuple[StepRows, AnyArray]:
         """The rows of the step that was computed last, of this rank, and the log-probabilities of
         their tokens before the update, float32 [S]; NaN where a token was not trained.
         """
@@ -433,8 +437,8 @@ class Learner:
         losses: Tensor,
         computed: dict[str, Tensor],
         tensors: dict[str, Tensor],
-        oldest_T: Array,
-        row_T: Array,
+        oldest_T: AnyArray,
+        row_T: AnyArray,
     ) -> None:
         assert self._diagnostics is not None
         with torch.no_grad():
@@ -486,7 +490,7 @@ class Learner:
         }
         return NotFinite(rollouts, not_finite(self.parameters), not_finite(gradients))
 
-    def _tensor(self, values: Array, like: Tensor) -> Tensor:
+    def _tensor(self, values: AnyArray, like: Tensor) -> Tensor:
         tensor = torch.from_numpy(np.ascontiguousarray(values))
         return tensor.to(
             like.device,

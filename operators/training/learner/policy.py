@@ -4,22 +4,149 @@ torch.
 
 from __future__ import annotations
 
-from collections.abc import Collection
-from typing import Any
+from collections.abc import Callable, Collection, Iterator
+from functools import partial
+from typing import Any, Protocol
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
+from dataflow.records import AnyArray
 from dataflow.tokens.sampling_mask import SamplingMask
 from operators.models.borders import settle_rope
-from operators.training.cpu.direct_gradients import DirectGradients
-from operators.training.learner.head_module import HeadModule
-from operators.training.learner.logprobs import Wanted, logprobs_of_logits
-from operators.training.learner.packed_inputs import computing, on_device, packed_inputs
-from operators.training.learner.packed_probe import probed_in, switch_to_packed
-from operators.training.learner.packing import Array, TokenTree
-from operators.training.learner.sliced_head import logprobs_of_head, proved_head
+from operators.models.folders import ModelError
+from operators.training.learner.cpu import DirectGradients
+from operators.training.learner.head import (
+    HeadModule,
+    Shape,
+    Wanted,
+    logprobs_of_hidden,
+    logprobs_of_logits,
+)
+from operators.training.learner.packed_attention import (
+    ATTENTION,
+    PROBE_TOLERANCE,
+    computing,
+    on_device,
+    packed_inputs,
+    probe,
+    probed_in,
+    switch_to_packed,
+)
+from operators.training.learner.rows import TokenTree
+
+ROUNDED_TOLERANCE, ROUNDED_SHARE = 0.1, 2.0**-7
+"""PROBE_TOLERANCE where logits are rounded to 16 bits, and the sliced head's are not: at least, and
+of the largest."""
+
+
+class PackedModel(Protocol):
+    """The methods of the model that the head needs; see `Policy`."""
+
+    module: Any
+    temperature: float
+    packs: bool
+    direct: DirectGradients | None
+
+    def computing(self) -> Any:
+        """The context of its matrix products."""
+
+    def wanted(self, head_T: AnyArray, targets_T: AnyArray, left_T: SamplingMask | None) -> Wanted:
+        """What is asked for, on its device."""
+
+    def logits(self, packed: TokenTree) -> Tensor:
+        """Logits [U, V]."""
+
+    def run_packed(self, packed: TokenTree) -> Any:
+        """The model on all nodes at once."""
+
+    def run_padded(self, packed: TokenTree, bucket: AnyArray) -> Any:
+        """The model on right-padded rows."""
+
+    def to(self, array: AnyArray) -> Tensor:
+        """On its device."""
+
+
+def proved_head(model: PackedModel) -> HeadModule | None:
+    """The model's last layer, if on a probe it gives the log-probabilities that the model's logits
+    give.
+    """
+    few = probe(model.module)
+    run = (
+        partial(model.run_packed, few)
+        if model.packs
+        else partial(model.run_padded, few, few.buckets[0])
+    )
+    with model.computing():
+        head = HeadModule.of(model.module, run)
+    if head is None:
+        return None
+    with torch.no_grad():
+        logits = model.logits(few)
+        selection = model.wanted(few.head_T, few.targets_T, None)
+        from_logits, _ = logprobs_of_logits(logits, selection, model.temperature, entropy=False)
+        from_head, _ = logprobs_of_head(head, model, few, None, entropy=False)
+    tolerance = PROBE_TOLERANCE
+    if logits.dtype not in (torch.float32, torch.float64):
+        tolerance = max(ROUNDED_TOLERANCE, ROUNDED_SHARE * float(logits.abs().max()))
+    return head if bool(((from_head - from_logits).abs() <= tolerance).all()) else None
+
+
+def logprobs_of_head(
+    head: HeadModule,
+    model: PackedModel,
+    packed: TokenTree,
+    left_T: SamplingMask | None,
+    *,
+    entropy: bool,
+) -> tuple[Tensor, Tensor | None]:
+    """`Policy.logprobs`, computed in the last layer, for all nodes or for one bucket of rows after
+    the other.
+    """
+    shape = Shape(scale=head.after.scale / model.temperature, cap=head.after.cap)
+
+    def found_by(rows_U: Tensor | None, selection: Wanted, run: Callable[[], Any]) -> Tensor:
+        def compute(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+            hidden_U_D = hidden if rows_U is None else hidden[rows_U]
+            outputs = logprobs_of_hidden(
+                hidden_U_D, weight, bias, selection, shape, entropy=entropy, direct=model.direct
+            )
+            return torch.stack([values for values in outputs if values is not None], -1)
+
+        return head.call(compute, run)
+
+    with model.computing():
+        if model.packs:
+            selection = model.wanted(packed.head_T, packed.targets_T, left_T)
+            found_T = found_by(None, selection, lambda: model.run_packed(packed))
+        else:
+            parts, places = [], []
+            for bucket, rows_U, head_T, tokens in _by_bucket(packed):
+                masks = None if left_T is None else left_T.take(tokens)
+                selection = model.wanted(head_T, packed.targets_T[tokens], masks)
+                parts.append(
+                    found_by(model.to(rows_U), selection, partial(model.run_padded, packed, bucket))
+                )
+                places.append(tokens)
+            found_T = torch.cat(parts)[model.to(np.argsort(np.concatenate(places)))]
+    return found_T[:, 0], found_T[:, 1] if entropy else None
+
+
+def _by_bucket(packed: TokenTree) -> Iterator[tuple[AnyArray, AnyArray, AnyArray, AnyArray]]:
+    """Each bucket, with the places in it that trained tokens are predicted from, for each such
+    token an index into them, and which of the T it is.
+    """
+    at_U = packed.back_N[packed.heads_U]
+    begin = 0
+    for bucket in packed.buckets:
+        inside_U = (at_U >= begin) & (at_U < begin + bucket.size)
+        tokens = np.flatnonzero(inside_U[packed.head_T])
+        head_T = (np.cumsum(inside_U) - 1)[packed.head_T[tokens]]
+        yield bucket, at_U[inside_U] - begin, head_T, tokens
+        begin += bucket.size
+
 
 MOST_LOGITS = 2**22
 """Up to so many logits are held all at once: 16 MiB cost less time than computing them again in the
@@ -92,7 +219,7 @@ class Policy:
         selection = self.wanted(packed.head_T, packed.targets_T, left_T)
         return logprobs_of_logits(self.logits(packed), selection, self.temperature, entropy=entropy)
 
-    def wanted(self, head_T: Array, targets_T: Array, left_T: SamplingMask | None) -> Wanted:
+    def wanted(self, head_T: AnyArray, targets_T: AnyArray, left_T: SamplingMask | None) -> Wanted:
         """On the device."""
         if left_T is None:
             return Wanted(self.to(head_T), self.to(targets_T))
@@ -127,16 +254,133 @@ class Policy:
             logits_to_keep=self.to(packed.heads_U), **packed_inputs(packed, self._device)
         )
 
-    def run_padded(self, packed: TokenTree, bucket: Array) -> Any:
+    def run_padded(self, packed: TokenTree, bucket: AnyArray) -> Any:
         """The model on right-padded rows, where its attention cannot be replaced; its last layer
         sees them all.
         """
         return self.module(input_ids=self.to(packed.tokens_N)[self.to(bucket)], use_cache=False)
 
-    def to(self, array: Array) -> Tensor:
+    def to(self, array: AnyArray) -> Tensor:
         """On the device."""
         return on_device(array, self._device)
 
     def _probed(self, is_packed: bool, tree: TokenTree) -> Tensor:
         self.packs = is_packed
         return self.logprobs(tree)[0]
+
+
+HEADS = ("score", "classifier")
+"""What transformers calls the last layer of models that classify tokens or sequences."""
+CAUSAL_TOLERANCE = 1e-4
+
+
+class Critic:
+    """Numbers at the nodes that tokens are predicted from: the value of what stands before each
+    token.
+
+    The module is transformers' classifier of tokens or of sequences, called as a whole; its last
+    layer is watched, and computed once more in float32, because a value in bfloat16 is known to one
+    part in 256 only.
+    """
+
+    def __init__(
+        self, module: Any, *, compute: torch.dtype | None = None, packed: bool | None = None
+    ) -> None:
+        """module: in eval mode. compute: type of the matrix products under autocast; None: that of
+        the weights. packed: whether nodes go through it without padding; None: where a probe finds
+        the same numbers.
+
+        Raises ModelError when it has no last layer with one number, or its numbers depend on what
+        comes later.
+        """
+        settle_rope(module, type(module).__name__, None)
+        self.module = module
+        self._device = next(module.parameters()).device
+        self.compute = probed_in(module, compute)
+        self._numbers: list[Tensor] = []
+        self.direct: DirectGradients | None = None
+        self._watch()
+        if module.config._attn_implementation != ATTENTION:
+            with torch.no_grad():
+                self._check_causal()
+        self.packs = False
+        if packed is None or packed:
+            self.packs = switch_to_packed(module, self._values, self.compute, must=bool(packed))
+        self.compute = compute
+
+    def at(self, temperature: float) -> None:
+        """Values have none."""
+
+    def computed(
+        self, packed: TokenTree, left_T: SamplingMask | None, wanted: Collection[str]
+    ) -> dict[str, Tensor]:
+        """`new_values`; truncation has no part in them."""
+        return {"new_values": self.values(packed)}
+
+    def values(self, packed: TokenTree) -> Tensor:
+        """[T] float32: the number at the node before each trained token."""
+        return self._values(self.packs, packed)
+
+    def _values(self, is_packed: bool, packed: TokenTree) -> Tensor:
+        nodes_T = packed.heads_U[packed.head_T]
+        if is_packed:
+            return self._call(**packed_inputs(packed, self._device))[self._to(nodes_T)]
+        tokens_N = self._to(packed.tokens_N)
+        rows = [
+            self._call(input_ids=tokens_N[self._to(bucket)], use_cache=False)
+            for bucket in packed.buckets
+        ]
+        numbers = torch.cat(rows)
+        return numbers[self._to(packed.back_N[nodes_T])]
+
+    def _call(self, **inputs: Any) -> Tensor:
+        """The last layer's numbers at all positions, end to end."""
+        with computing(self.compute, self._device):
+            self.module(**inputs)
+        return self._numbers.pop().flatten()
+
+    def _watch(self) -> None:
+        heads = [
+            layer
+            for name, layer in self.module.named_modules()
+            if isinstance(layer, torch.nn.Linear)
+            and layer.out_features == 1
+            and set(name.split(".")) & set(HEADS)
+        ]
+        if not heads:
+            children = [name for name, _ in self.module.named_children()]
+            raise ModelError(
+                f"a critic or judge ends in one linear layer called {' or '.join(HEADS)} with one"
+                f" number, but {type(self.module).__name__} has {children}; give a model that"
+                " transformers loads with such a head"
+            )
+        for head in heads:
+            head.register_forward_hook(self._keep)
+
+    def _keep(self, head: torch.nn.Linear, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+        with torch.autocast(self._device.type, enabled=False):
+            bias = None if head.bias is None else head.bias.float()
+            self._numbers = [F.linear(inputs[0].float(), head.weight.float(), bias)]
+
+    def _check_causal(self) -> None:
+        """Packing shares prefixes: right only where a number depends on nothing that comes after
+        it.
+        """
+        tokens = torch.arange(1, 9, device=self._device)[None] % int(
+            self.module.config.get_text_config().vocab_size
+        )
+        changed = tokens.clone()
+        changed[0, -1] = 0
+        first, second = (self._call(input_ids=ids, use_cache=False) for ids in (tokens, changed))
+        is_alike = len(first) == tokens.shape[1] and torch.allclose(
+            first[:-1], second[:-1], atol=CAUSAL_TOLERANCE, rtol=CAUSAL_TOLERANCE
+        )
+        if not is_alike:
+            raise ModelError(
+                f"{type(self.module).__name__} reads text in both directions, but a critic or judge"
+                " reads it from left to right, so that prefixes are computed once; give a causal"
+                " model, such as a Llama or a Qwen"
+            )
+
+    def _to(self, array: AnyArray) -> Tensor:
+        return on_device(array, self._device)

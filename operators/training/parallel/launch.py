@@ -15,6 +15,7 @@ import torch
 
 from dataflow.errors import RunError
 from dataflow.model import Model
+from dataflow.records import AnyArray
 from dataflow.runtime import Context
 from dataflow.system.channel import Channel
 from dataflow.weight_ends import WeightsOut
@@ -22,28 +23,35 @@ from dataflow.worker.weight_ports import offer_beside
 from operators.models.heads import key_value_heads
 from operators.models.loading import load_configs, outlined_to_train
 from operators.ranks import group
-from operators.ranks.exchange import Exchange, expected, named, next_message
 from operators.ranks.messages import Build, Close, Load, Loaded
-from operators.ranks.process import run_rank
-from operators.ranks.team import Team, forked, on_their_hosts
-from operators.training.knobs import TrainerKnobs
+from operators.ranks.team import (
+    Exchange,
+    Team,
+    expected,
+    forked,
+    named,
+    next_message,
+    on_their_hosts,
+    run_rank,
+)
+from operators.trainer import TrainerKnobs
 from operators.training.learner.build import make_learner
 from operators.training.learner.learner import Learner
-from operators.training.learner.packing import Array
-from operators.training.parallel.lead import LedLearner, in_order
-from operators.training.parallel.mesh import MeshTogether, TrainerMesh, make_mesh, placed
-from operators.training.parallel.messages import (
+from operators.training.parallel.lead import (
     CODEC,
     BeginStep,
     CallFunction,
     CallResult,
     EndStep,
     Join,
+    LedLearner,
     Micro,
     Open,
     Publish,
     function_of,
+    in_order,
 )
+from operators.training.parallel.mesh import MeshTogether, TrainerMesh, make_mesh, placed
 from operators.training.parallel.shard import learner_of_slices, read_slices, shard
 
 if TYPE_CHECKING:
@@ -80,7 +88,7 @@ class RankFollower:
         """
         self._learner, self._channel, self._rank, self._ranks = learner, channel, rank, ranks
         self._wait_s, self._opens = wait_s, opens
-        self._parts: list[Array] = []
+        self._parts: list[AnyArray] = []
 
     def run(self) -> None:
         """Follow rank 0's messages until it ends the run.

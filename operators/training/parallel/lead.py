@@ -7,33 +7,150 @@ from __future__ import annotations
 import dataclasses
 import functools
 import heapq
+import importlib
 import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from dataflow.errors import RunError
+from dataflow.records import AnyArray
+from dataflow.system.messages import Message, Plain, Secret
+from dataflow.tokens.ragged import gather
 from dataflow.weight_ends import OpensWriter, SentVersion, WeightsOut
 from operators.ranks import group
-from operators.ranks.exchange import Exchange
+from operators.ranks.messages import codec_of
+from operators.ranks.team import Exchange
 from operators.training.learner import memory
 from operators.training.learner.learner import Learner, Prepared, StepOutcome
-from operators.training.learner.nonfinite import NotFinite
-from operators.training.learner.packing import Array, cost
-from operators.training.learner.rows import StepRows, by_temperature
+from operators.training.learner.rows import StepRows, by_temperature, cost
+from operators.training.learner.together import NotFinite
 from operators.training.parallel.mesh import MeshTogether, TrainerMesh, data_rank, placed
-from operators.training.parallel.messages import (
+
+# From rank 0
+
+
+class Join(Message):
+    """Meet the other ranks in this folder."""
+
+    folder: str
+
+
+class BeginStep(Message):
+    """Your share of a step; a micro-batch is as many of the rows as `counts` says, one after the
+    other.
+    """
+
+    version: int
+    rows: StepRows
+    scale: AnyArray
+    counts: tuple[int, ...]
+
+
+class Micro(Message):
+    """Compute the next micro-batch."""
+
+
+class EndStep(Message):
+    """Update the weights."""
+
+    learning_rate: float
+
+
+class Open(Secret):
+    """Open your end of a weight plane at these sites."""
+
+    line: int
+    """Which, by `Learner.offered`."""
+    sites: tuple[Mapping[str, Plain], ...]
+    """As `OpensWriter.sites`; keys of the run may stand there."""
+
+
+class Publish(Message):
+    """Offer your shards of this version on a weight plane."""
+
+    line: int
+    version: int
+
+
+class CallFunction(Message):
+    """Call a function; all ranks are forks of one process, and have it."""
+
+    function: str
+    """By `name_of`."""
+    paths: Mapping[str, str]
+    values: Mapping[str, Plain]
+
+    @classmethod
+    def of(cls, function: Callable[..., Any], arguments: Mapping[str, Any]) -> CallFunction:
+        """The call of a module's function with plain values and paths."""
+        paths = {name: str(value) for name, value in arguments.items() if isinstance(value, Path)}
+        return cls(
+            name_of(function),
+            paths,
+            {name: value for name, value in arguments.items() if name not in paths},
+        )
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """The arguments again."""
+        return {**self.values, **{name: Path(value) for name, value in self.paths.items()}}
+
+
+# From the others
+
+
+class CallResult(Message):
+    """What the function returned."""
+
+    value: Plain
+
+
+CODEC = codec_of(
+    "trainer-ranks",
+    Join,
     BeginStep,
-    CallFunction,
-    CallResult,
-    EndStep,
     Micro,
+    EndStep,
     Open,
     Publish,
-    chosen,
+    CallFunction,
+    NotFinite,
+    CallResult,
 )
+
+
+def chosen(rows: StepRows, rollouts: AnyArray) -> StepRows:
+    """Some of the rollouts, in that order."""
+    positions, offsets = gather(rows.offsets, rollouts)
+    return StepRows(
+        tokens=rows.tokens.take(positions),
+        offsets=offsets,
+        cuts_S=rows.cuts_S[positions],
+        groups_R=rows.groups_R[rollouts],
+        rollout_ids_R=rows.rollout_ids_R[rollouts],
+        oldest_R=rows.oldest_R[rollouts],
+        columns_R={name: values[rollouts] for name, values in rows.columns_R.items()},
+        columns_S={name: values[positions] for name, values in rows.columns_S.items()},
+    )
+
+
+def name_of(function: Callable[..., Any]) -> str:
+    """Where other ranks, which are forks of this process, find a module's function."""
+    return f"{function.__module__}:{function.__qualname__}"
+
+
+def function_of(name: str) -> Callable[..., Any]:
+    """That function again."""
+    module, _, path = name.partition(":")
+    target: Any = importlib.import_module(module)
+    for attribute in path.split("."):
+        target = getattr(target, attribute)
+    return target  # type: ignore[no-any-return]
+
 
 # Deals the rollouts of a step out to ranks, in as many micro-batches on each, of like size: pure
 # functions.
@@ -55,8 +172,14 @@ class DealtRollouts:
 
 
 def deal(
-    tokens_S: Array, offsets: Array, groups_R: Array, ranks: int, limit: int, *, whole: bool = False
-) -> list[list[Array]]:
+    tokens_S: AnyArray,
+    offsets: AnyArray,
+    groups_R: AnyArray,
+    ranks: int,
+    limit: int,
+    *,
+    whole: bool = False,
+) -> list[list[AnyArray]]:
     """The micro-batches of each rank: index arrays into R, as many for every rank, some of them
     empty.
 
@@ -94,7 +217,7 @@ def deal(
     return [[] for _ in range(ranks)]
 
 
-def units(tokens_S: Array, offsets: Array, groups_R: Array) -> list[DealtRollouts]:
+def units(tokens_S: AnyArray, offsets: AnyArray, groups_R: AnyArray) -> list[DealtRollouts]:
     """The groups, and what each costs."""
     rollouts = len(groups_R)
     starts = np.flatnonzero(np.r_[True, groups_R[1:] != groups_R[:-1]]).tolist() if rollouts else []
@@ -105,7 +228,7 @@ def units(tokens_S: Array, offsets: Array, groups_R: Array) -> list[DealtRollout
 
 
 def pieces(
-    tokens_S: Array, offsets: Array, unit: DealtRollouts, share: int, limit: int
+    tokens_S: AnyArray, offsets: AnyArray, unit: DealtRollouts, share: int, limit: int
 ) -> list[DealtRollouts]:
     """A unit above `share` tokens in as many pieces of neighbouring rollouts, of like size; those
     that are above `limit` in more, where they are not one rollout.
@@ -154,7 +277,7 @@ def fill(costs: Sequence[int], bins: int) -> list[list[int]]:
     return numbers
 
 
-def _rollouts(together: Sequence[DealtRollouts]) -> Array:
+def _rollouts(together: Sequence[DealtRollouts]) -> AnyArray:
     """Those of some units, in order."""
     parts = [
         np.arange(unit.first, unit.last) for unit in sorted(together, key=lambda unit: unit.first)
@@ -183,7 +306,7 @@ class LedLearner(Learner):
         self._steps = 0
         self._micros = 0
 
-    def begin(self, rows: StepRows, version: int) -> list[Array]:
+    def begin(self, rows: StepRows, version: int) -> list[AnyArray]:
         """Deal the step out; rank 0's micro-batches, of which every rank has as many, some of them
         empty.
         """
@@ -199,7 +322,7 @@ class LedLearner(Learner):
             self.open(shares[0].rows, shares[0].scale_R, version)
             return shares[0].parts
 
-    def micro(self, part: Array) -> None:
+    def micro(self, part: AnyArray) -> None:
         """Forward and backward of one micro-batch on every rank."""
         self._micros += 1
         with self._exchange.together(f"micro-batch {self._micros} of step {self._steps}"):
@@ -270,8 +393,8 @@ class RankShare:
     """What one data rank computes of a step."""
 
     rows: StepRows
-    scale_R: Array
-    parts: list[Array]
+    scale_R: AnyArray
+    parts: list[AnyArray]
     """Its micro-batches, as indices into its rows."""
 
     def message(self, version: int) -> BeginStep:
@@ -285,7 +408,7 @@ def dealt(step: Prepared, ranks: int, limit: int, whole: bool) -> list[RankShare
     rows = chosen(step.rows, step.computed)
     scale_R = step.scale_R[step.computed]
     shares = []
-    of_ranks: list[list[Array]] = [[] for _ in range(ranks)]
+    of_ranks: list[list[AnyArray]] = [[] for _ in range(ranks)]
     for alike in by_temperature(rows, np.arange(rows.rollouts)):
         some = rows if len(alike) == rows.rollouts else chosen(rows, alike)
         placed = deal(some.tokens.ids, some.offsets, some.groups_R, ranks, limit, whole=whole)
@@ -301,7 +424,7 @@ def dealt(step: Prepared, ranks: int, limit: int, whole: bool) -> list[RankShare
     return shares
 
 
-def in_order(counts: Sequence[int]) -> list[Array]:
+def in_order(counts: Sequence[int]) -> list[AnyArray]:
     """Micro-batches of so many rows, one after the other."""
     ends = np.cumsum(np.asarray(counts, np.int64))
     return [np.arange(end - count, end) for count, end in zip(counts, ends.tolist(), strict=True)]

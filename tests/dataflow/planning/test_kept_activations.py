@@ -14,8 +14,8 @@ from dataflow.planning.model_size import ModelSize, measured
 from operators.models import adapters
 from operators.training.learner import policy
 from operators.training.learner.memory import recompute_activations
-from operators.training.learner.packing import pack
 from operators.training.learner.policy import Policy
+from operators.training.learner.rows import pack
 
 WIDTHS = {
     "hidden_size": 128,

@@ -10,8 +10,7 @@ from rigs.machine import wait_until
 
 from dataflow.scoring.pool import Answer
 from operators import agent
-from operators.agents.programs import Programs
-from operators.agents.turns_in_run import TurnsInRun
+from operators.agents.programs import Programs, TurnsInRun
 from operators.episodes.worlds import row_bytes
 
 WAIT_S = 30.0

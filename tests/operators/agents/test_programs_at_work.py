@@ -15,8 +15,7 @@ from rigs.machine import alive, wait_until
 from dataflow import Graph, Model
 from dataflow.runtime import Context
 from operators import Generator, Prompts, agent
-from operators.agents.programs import Programs
-from operators.agents.turns_in_run import TurnsInRun
+from operators.agents.programs import Programs, TurnsInRun
 from operators.episodes.worlds import row_bytes
 from operators.serving.work import News, Work
 

@@ -16,8 +16,8 @@ import transformers
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from dataflow.tokens.rollout_tokens import RolloutTokens
-from operators.chat.call_opening import call_opening
 from operators.chat.chat_format import ChatError
+from operators.chat.tool_calls import call_opening
 
 SPECIAL = re.compile(r"<[|｜][^<>|｜\s]{2,40}[|｜]>|<(?:start|end)_of_turn>|\[/?[A-Z_]{4,20}\]")
 """What stands in templates for a special token."""

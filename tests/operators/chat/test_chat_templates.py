@@ -15,10 +15,9 @@ from template_rig import (
     trl_template,
 )
 
-from operators.chat.call_opening import call_opening
 from operators.chat.chat_format import ChatError, ChatFormat
 from operators.chat.conversation import Conversation
-from operators.chat.tool_calls import format_of
+from operators.chat.tool_calls import call_opening, format_of
 
 TRL = [
     "llama3",

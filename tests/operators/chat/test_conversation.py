@@ -22,9 +22,9 @@ from template_rig import (
 
 from dataflow.tokens.rollout_tokens import RolloutTokens
 from dataflow.tokens.training_rows import NO_TURN
-from operators.chat.call_opening import call_opening
 from operators.chat.chat_format import ChatError, ChatFormat
 from operators.chat.conversation import Conversation
+from operators.chat.tool_calls import call_opening
 
 USER = {"role": "user", "content": "hello"}
 PLAIN = (
@@ -68,7 +68,7 @@ def test_log_probabilities_are_those_of_a_full_forward_pass():
 
     from operators.engine import build
     from operators.engine.decode import Engine
-    from operators.engine.results import PromptStart
+    from operators.engine.interface import PromptStart
     from operators.engine.sampling_params import Sampling
 
     form = form_of()

@@ -6,8 +6,14 @@ import pytest
 from template_rig import CHATML, tokenizer_for
 
 from operators.chat.chat_format import ChatError, ChatFormat
-from operators.chat.function_tools import arguments_of, definition_of, definitions_of, result_of
-from operators.chat.tool_calls import FORMATS, format_of
+from operators.chat.tool_calls import (
+    FORMATS,
+    arguments_of,
+    definition_of,
+    definitions_of,
+    format_of,
+    result_of,
+)
 
 WRITTEN = {
     "hermes": '<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": "x\\n"}}\n</tool_call>',

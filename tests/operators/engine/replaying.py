@@ -14,7 +14,7 @@ import torch
 from log_distribution import log_distribution
 
 from operators.engine.decode import Engine
-from operators.engine.results import EndedRollout, PromptStart
+from operators.engine.interface import EndedRollout, PromptStart
 from operators.engine.sampling_params import Sampling
 
 

@@ -13,7 +13,7 @@ from log_distribution import log_distribution
 from replaying import drive, replayed
 from rigs.examples import examples
 
-from operators.engine.results import PromptStart
+from operators.engine.interface import PromptStart
 from operators.engine.rows import Rows
 from operators.engine.sampling_params import Sampling
 

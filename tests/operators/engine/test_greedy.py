@@ -9,8 +9,7 @@ import pytest
 import torch
 from replaying import drive
 
-from operators.engine.finish_reasons import STOPPED, TOO_LONG
-from operators.engine.results import PromptStart
+from operators.engine.interface import STOPPED, TOO_LONG, PromptStart
 from operators.engine.sampling_params import Sampling
 
 

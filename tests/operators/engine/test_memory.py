@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 from replaying import drive, recomputed
 from rigs.examples import examples
 
-from operators.engine.finish_reasons import ABORTED
-from operators.engine.results import PromptStart
+from operators.engine.interface import ABORTED, PromptStart
 from operators.engine.sampling_params import Sampling
 
 SAMPLING = Sampling(temperature=1.2)

@@ -11,7 +11,7 @@ from transformers import LlamaForSequenceClassification
 
 from dataflow.model import Model
 from operators.engine.build import adapt
-from operators.models.errors import ModelError
+from operators.models.folders import ModelError
 from operators.models.loading import load_model, load_tokenizer
 
 

@@ -5,10 +5,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from operators.engine.kv_cache import page_count
+from operators.engine.attention import page_count
 from operators.engine.pages import PAGE, Pages, pages_for
-from operators.engine.parking import youngest
-from operators.models.errors import ModelError
+from operators.engine.rows import youngest
+from operators.models.folders import ModelError
 
 
 def tokens(count, first=0):

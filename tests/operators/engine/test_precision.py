@@ -12,22 +12,27 @@ import torch.nn.functional as F
 from operators.engine import attention
 from operators.engine.build import adapt
 from operators.engine.decode import Engine
+from operators.engine.interface import PromptStart
 from operators.engine.pages import PAGE
 from operators.engine.precision import (
     FORMATS,
     cast,
     fault,
-    formats,
     linear_weights,
     quantise,
     unrounded,
 )
 from operators.engine.precision import linear as linear_layers
-from operators.engine.precision.formats import pack, per_token, unpack
-from operators.engine.precision.linear import FEW_ROWS, QuantisedExperts, QuantisedLinear
-from operators.engine.results import PromptStart
+from operators.engine.precision.linear import (
+    FEW_ROWS,
+    QuantisedExperts,
+    QuantisedLinear,
+    pack,
+    per_token,
+    unpack,
+)
 from operators.engine.sampling_params import Sampling
-from operators.models.errors import ModelError
+from operators.models.folders import ModelError
 from transport.weights import FlatLayout, Hub, WeightReader, WeightWriter
 from transport.weights.encoding import Encoding
 from transport.weights.tensor_encoder import EncodedWriter, Encoder
@@ -130,7 +135,7 @@ def test_rows_and_tokens_of_zeros_stay_zero_and_none_is_not_finite(form):
 def test_quantising_in_slices_gives_what_the_whole_gives(monkeypatch):
     weight = torch.randn(37, 12)
     whole = packed(weight, FORMATS["int8"], 2)
-    monkeypatch.setitem(formats.SLICE, "cpu", 100)
+    monkeypatch.setitem(linear_layers.SLICE, "cpu", 100)
     assert all(map(torch.equal, packed(weight, FORMATS["int8"], 2), whole))
 
 

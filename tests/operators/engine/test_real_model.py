@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from dataflow import Model
-from operators.engine.kv_cache import KVCache
+from operators.engine.attention import KVCache
 from operators.engine.native.fused import FusedStep, supports
 from operators.engine.pages import PAGE, Prefix, pages_for
 from operators.engine.precision import cast, quantise

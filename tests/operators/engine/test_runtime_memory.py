@@ -11,7 +11,7 @@ from dataflow.model import Model
 from dataflow.records import PROMPT_COLUMNS, SAMPLING_MASK
 from dataflow.runtime import Context
 from operators.generator import Generator
-from operators.models.errors import ModelError
+from operators.models.folders import ModelError
 
 
 @pytest.fixture

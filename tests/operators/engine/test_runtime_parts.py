@@ -15,7 +15,7 @@ from dataflow.model import Model
 from dataflow.runtime import Context
 from dataflow.staleness import Bound
 from operators.engine.sampling_params import Sampling
-from operators.generation.partial_rollouts import partial_rollouts_of
+from operators.generation.groups import partial_rollouts_of
 from operators.generator import Generator
 
 SEGMENT = 8

@@ -3,10 +3,10 @@
 import numpy as np
 from replaying import drive
 
-from operators.engine.results import PromptStart
+from operators.engine.decode import put_aside
+from operators.engine.interface import PromptStart
 from operators.engine.sampling_params import Sampling
-from operators.engine.sleep import put_aside
-from operators.models.shelf import Shelf
+from operators.models.read_weights import Shelf
 
 
 def asked():

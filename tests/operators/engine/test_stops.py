@@ -11,12 +11,10 @@ import transformers
 from replaying import drive
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
-from operators.engine.finish_reasons import STOPPED, TOO_LONG
-from operators.engine.request_stops import StopCache
-from operators.engine.results import PromptStart
+from operators.engine.interface import STOPPED, TOO_LONG, PromptStart
 from operators.engine.sampling_params import Sampling
-from operators.engine.stop_strings import StopStrings, end_tokens, split, stops_of
-from operators.models.errors import ModelError
+from operators.engine.stop_strings import StopCache, StopStrings, end_tokens, split, stops_of
+from operators.models.folders import ModelError
 
 
 def ids(tokenizer, text):

@@ -16,8 +16,7 @@ import pytest
 
 from dataflow.errors import WorldFailed
 from operators.environments.declaration import environment
-from operators.environments.session import InvalidAction
-from operators.environments.systems import made
+from operators.environments.session import InvalidAction, made
 
 
 def run(work: Coroutine[Any, Any, Any]) -> Any:

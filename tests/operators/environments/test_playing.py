@@ -16,7 +16,7 @@ from dataflow import Graph, GraphError, Model
 from dataflow.errors import WorldFailed
 from operators import Generator
 from operators.environments import environment
-from operators.environments.systems import SYSTEMS
+from operators.environments.session import SYSTEMS
 from operators.episodes.chat import EpisodeOver
 
 

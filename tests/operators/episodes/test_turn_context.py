@@ -19,7 +19,7 @@ from operators.chat.chat_format import ChatFormat
 from operators.episodes.chat import rewriting
 from operators.episodes.dialogue import SaidTurn, row_ids
 from operators.episodes.turn_context import ChatContext, PlainContext
-from operators.warm_start.policy import character_tokenizer
+from operators.warm_start.train import character_tokenizer
 
 PROMPT = [{"role": "user", "content": "hi"}]
 STRIPPING = CHAT_TEMPLATE.replace(

@@ -15,14 +15,14 @@ from dataflow.model import Model
 from dataflow.runtime import Context
 from operators.engine.build import adapt, context_tokens_of
 from operators.engine.decode import Engine
-from operators.engine.results import PromptStart
+from operators.engine.interface import PromptStart
 from operators.engine.sampling_params import Sampling
-from operators.engine.vllm.build import build_vllm
+from operators.engine.vllm.engine import build_vllm
 from operators.generator import Generator
-from operators.models.errors import ModelError
+from operators.models.folders import ModelError
 from operators.models.loading import load_model
-from operators.training.learner.packing import pack
 from operators.training.learner.policy import Policy
+from operators.training.learner.rows import pack
 
 SIZES = {
     "vocab_size": 61,

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import transformers
 
-from operators.models.errors import ModelError
+from operators.models.folders import ModelError
 from operators.models.heads import Heads, heads_of
 
 SIZES: dict[str, Any] = {

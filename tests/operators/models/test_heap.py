@@ -7,7 +7,7 @@ import pytest
 
 HOLES = """
 import torch
-from operators.models.heap import trim_memory
+from operators.models.loading import trim_memory
 from transport.data import keep_freed_memory
 
 def resident():

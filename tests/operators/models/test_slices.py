@@ -12,8 +12,7 @@ from safetensors.torch import load_file, save_file
 
 from dataflow.model import Model
 from operators.models import loading
-from operators.models.held import held, runs_of
-from operators.models.slices import boxes
+from operators.models.slices import boxes, held, runs_of
 
 SIZES = {
     "vocab_size": 33,

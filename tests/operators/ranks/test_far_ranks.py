@@ -21,9 +21,8 @@ from dataflow.system.security import RunKeys
 from dataflow.worker.host import Settings
 from dataflow.worker.rank_host import RankHost
 from dataflow.worker.rank_line import FarRank, RankLine
-from operators.ranks.process import run_rank
-from operators.ranks.store import RankZeroStore
-from operators.ranks.team import Team, forked, on_their_hosts
+from operators.ranks.group import RankZeroStore
+from operators.ranks.team import Team, forked, on_their_hosts, run_rank
 
 WAIT_S = 20.0
 LIMITS = Limits(start_s=WAIT_S, exchange_s=WAIT_S)

@@ -19,9 +19,9 @@ from dataflow.limits import Limits
 from dataflow.system.channel import Channel
 from dataflow.system.messages import Message
 from operators.ranks import group
+from operators.ranks.group import ExchangeWatch
 from operators.ranks.messages import Load, Loaded, codec_of
 from operators.ranks.team import Team, forked
-from operators.ranks.watch import ExchangeWatch
 
 WAIT_S = 60.0
 LIMIT_S = 4.0
@@ -66,7 +66,7 @@ def test_what_fails_by_itself_is_no_time_out_and_between_exchanges_nothing_is_la
 
 def test_a_rank_that_computes_is_not_late(monkeypatch: pytest.MonkeyPatch) -> None:
     used = [0.0]
-    monkeypatch.setattr("operators.ranks.watch._used_by", lambda thread: lambda: used[0])
+    monkeypatch.setattr("operators.ranks.group._used_by", lambda thread: lambda: used[0])
     hand, broken = Hand(), threading.Event()
     watch = ExchangeWatch(10.0, broken.set, clock=hand)
     with watch.within():

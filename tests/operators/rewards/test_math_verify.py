@@ -9,7 +9,7 @@ from dataflow import Graph, GraphError
 from dataflow.testing import FakeGenerator
 from operators import Prompts
 from operators.rewards import math_verify
-from operators.rewards.packaged import PackagedScorer
+from operators.rewards.match import PackagedScorer
 
 GSM8K = Path(__file__).parents[4] / "shared" / "data" / "gsm8k"
 

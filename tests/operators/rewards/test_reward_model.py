@@ -107,7 +107,7 @@ def test_a_template_that_changes_the_completion_fails_the_row(tmp_path: Path) ->
 
 
 def test_a_judge_that_reads_in_both_directions_is_refused(tmp_path: Path) -> None:
-    from operators.models.errors import ModelError
+    from operators.models.folders import ModelError
 
     with pytest.raises(ModelError, match="both directions"):
         forwarding(RewardModel(judge("Bert", folder=tmp_path)))

@@ -16,8 +16,7 @@ from rigs.machine import wait_until
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from dataflow.tokens.rollout_tokens import RolloutTokens
-from operators.engine.finish_reasons import ABORTED, STOPPED, TOO_LONG
-from operators.engine.results import Row
+from operators.engine.interface import ABORTED, STOPPED, TOO_LONG, Row
 from operators.serving.app import make_app
 from operators.serving.serve import attend, bind, make_service
 

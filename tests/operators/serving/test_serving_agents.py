@@ -11,9 +11,9 @@ from starlette.testclient import TestClient
 from tokenizers import AddedToken
 
 from dataflow.tokens.rollout_tokens import RolloutTokens
+from operators.agents.programs import TurnsInRun
 from operators.agents.runtime import RunService
-from operators.agents.turns_in_run import TurnsInRun
-from operators.engine.finish_reasons import STOPPED
+from operators.engine.interface import STOPPED
 from operators.serving.app import make_app
 from operators.serving.work import News
 

@@ -9,8 +9,7 @@ from rigs.machine import wait_until
 from serving_rig import END, ScriptedEngine, scripted, service_of
 
 from operators.serving import app as routes
-from operators.serving.bounds import Bounds, Budget, read_json
-from operators.serving.errors import ApiError
+from operators.serving.errors import ApiError, Bounds, Budget, read_json
 from operators.serving.requests import parse
 
 TEXT = {"model": "tiny", "prompt": "ab"}

@@ -35,7 +35,7 @@ from operators.engine import build
 from operators.engine.decode import Engine
 from operators.engine.sampling_params import Sampling
 from operators.serving.app import make_app
-from operators.serving.sink import read_rollouts
+from operators.serving.rows import read_rollouts
 
 ROOT = Path(__file__).parents[3]
 

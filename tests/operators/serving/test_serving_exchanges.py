@@ -6,7 +6,7 @@ from serving_rig import END, ScriptedEngine, service_of
 from starlette.testclient import TestClient
 
 from operators.serving.app import make_app
-from operators.serving.exchanges import Exchanges, ServedExchange, encode
+from operators.serving.sessions import Exchanges, ServedExchange, encode
 from operators.serving.text import Vocabulary
 
 

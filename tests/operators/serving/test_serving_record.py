@@ -7,8 +7,14 @@ import pytest
 from dataflow.errors import RecordError, RunError
 from dataflow.tokens.rollout_tokens import RolloutTokens
 from operators.serving.conversations import conversations
-from operators.serving.rows import COLUMNS, CallGroup, Completion, rows_of
-from operators.serving.sink import RolloutLog, read_rollouts
+from operators.serving.rows import (
+    COLUMNS,
+    CallGroup,
+    Completion,
+    RolloutLog,
+    read_rollouts,
+    rows_of,
+)
 
 
 def group(number=0, size=2, prompt=(3, 4), parent=None, reused=0):

@@ -9,10 +9,10 @@ from hypothesis import strategies as st
 from serving_rig import END, byte_tokenizer
 
 from dataflow.tokens.rollout_tokens import RolloutTokens
-from operators.engine.finish_reasons import STOPPED, TOO_LONG
+from operators.engine.interface import STOPPED, TOO_LONG
+from operators.serving.apis.api import Chunks, whole
 from operators.serving.calls import CallPrompt, Choice, ServedCall
 from operators.serving.requests import parse
-from operators.serving.responses import Chunks, whole
 from operators.serving.rows import CallGroup
 from operators.serving.text import Transcript, Vocabulary
 from operators.serving.work import News

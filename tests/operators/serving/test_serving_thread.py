@@ -10,8 +10,7 @@ from rigs.machine import wait_until
 from serving_rig import END, WAIT_S, ScriptedEngine
 
 from dataflow.errors import DeadlineError, RunError
-from operators.engine.finish_reasons import ABORTED, STOPPED
-from operators.engine.results import PromptStart
+from operators.engine.interface import ABORTED, STOPPED, PromptStart
 from operators.engine.sampling_params import Sampling
 from operators.serving.engine_thread import EngineThread, Overloaded
 from operators.serving.work import Work

@@ -15,7 +15,7 @@ import pytest
 from rigs.machine import wait_until
 
 from dataflow.errors import WorldFailed
-from operators.chat.text_calls import TextCalls
+from operators.chat.tool_calls import TextCalls
 from operators.sandbox import fault
 from operators.sandbox.session import CommandRefused
 from operators.tools import Sandbox

@@ -20,7 +20,7 @@ from rigs.machine import alive, descendants, wait_until
 
 from dataflow.errors import WorldFailed
 from dataflow.system.child import fork
-from operators.chat.text_calls import TextCalls
+from operators.chat.tool_calls import TextCalls
 from operators.tools import McpServer
 from operators.tools.mcp_server import McpSession
 from operators.tools.toolbox import tool_faults

@@ -12,10 +12,9 @@ import pytest
 
 from dataflow.errors import WorldFailed
 from operators.chat.chat_format import Message
-from operators.chat.text_calls import TextCalls
+from operators.chat.tool_calls import TextCalls
 from operators.tools.rollout_tools import RolloutTools
-from operators.tools.toolbox import Toolbox, tool_faults
-from operators.tools.toolset import TookTooLong
+from operators.tools.toolbox import TookTooLong, Toolbox, tool_faults
 
 
 def add(a: int, b: int) -> int:
@@ -186,7 +185,7 @@ def test_calls_for_which_a_turn_has_no_time_are_not_made() -> None:
 
 
 def test_calls_that_never_come_back_are_no_tool_any_more() -> None:
-    from operators.tools.threads import ToolThreads
+    from operators.tools.toolbox import ToolThreads
 
     release = threading.Event()
 

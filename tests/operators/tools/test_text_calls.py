@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rigs.examples import examples
 
-from operators.chat.text_calls import TextCalls
+from operators.chat.tool_calls import TextCalls
 
 TOOLS = [
     {

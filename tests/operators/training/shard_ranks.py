@@ -18,9 +18,9 @@ from transformers import AutoModelForCausalLM
 from dataflow.system.forking import fork
 from dataflow.weight_ends import Refresh
 from operators.training.checkpoints import checkpoint
-from operators.training.learner import refreshed
+from operators.training.learner import memory
+from operators.training.learner.build import state_tensors
 from operators.training.learner.learner import Learner
-from operators.training.learner.optimizer import state_tensors
 from operators.training.parallel.mesh import make_mesh
 from operators.training.parallel.shard import shard
 
@@ -47,7 +47,7 @@ def step(learner: Learner, number: int) -> None:
 
 def keep(learner: Learner, refresh: Refresh, step: int, dtype: str = "bfloat16") -> None:
     """Have it keep what readers need that are refreshed so."""
-    refreshed.add(
+    memory.add(
         learner=learner,
         rank=0,
         ranks=1,
@@ -97,7 +97,7 @@ def be_rank(what: str, rank: int, mesh: Mesh, folder: Path) -> None:
             keep(learner, refresh, step=0)
         for number in range(2):
             step(learner, number)
-            refreshed.follow(learner=learner, rank=rank, ranks=ranks, step=number + 1)
+            memory.follow(learner=learner, rank=rank, ranks=ranks, step=number + 1)
         checkpoint.save(
             folder,
             learner,
@@ -116,7 +116,7 @@ def be_rank(what: str, rank: int, mesh: Mesh, folder: Path) -> None:
             for name, tensor in state_tensors(learner.optimizer, learner.parameters).items()
         }
         found |= {
-            name: whole(tensor) for name, tensor in refreshed.tensors_of(learner.refreshed).items()
+            name: whole(tensor) for name, tensor in memory.tensors_of(learner.refreshed).items()
         }
         step(learner, 2)
         found |= {f"after/{name}": whole(weight) for name, weight in learner.parameters.items()}

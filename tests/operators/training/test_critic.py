@@ -11,9 +11,9 @@ import transformers
 from rigs.heads import SIZES, classifier
 from trainer_rig import group, rows_of
 
-from operators.models.errors import ModelError
-from operators.training.learner.critic import Critic
-from operators.training.learner.packing import pack
+from operators.models.folders import ModelError
+from operators.training.learner.policy import Critic
+from operators.training.learner.rows import pack
 
 
 @pytest.fixture(autouse=True)

@@ -16,7 +16,7 @@ from trainer_rig import (
 )
 
 from operators.training.learner.learner import Learner
-from operators.training.learner.new_logprobs import NewLogprobs
+from operators.training.steps import NewLogprobs
 
 
 def trained(learner: Learner, *groups: pa.RecordBatch) -> NewLogprobs:

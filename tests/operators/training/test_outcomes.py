@@ -2,7 +2,7 @@
 
 import pyarrow as pa
 
-from operators.training.metrics import Outcomes
+from operators.training.batches import Outcomes
 
 
 def rows(**columns: pa.Array) -> pa.RecordBatch:

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from rigs.examples import examples
 
 from dataflow.tokens.ragged import gather
-from operators.training.learner.packing import TokenTree, pack, split
+from operators.training.learner.rows import TokenTree, pack, split
 
 ROWS = st.lists(
     st.lists(st.tuples(st.integers(0, 2), st.booleans()), min_size=1, max_size=9),

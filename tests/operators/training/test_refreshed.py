@@ -14,7 +14,7 @@ from trainer_rig import group, rows_of, tiny_learner, tiny_llama, tiny_trainer
 from dataflow.errors import RunError
 from dataflow.weight_ends import Refresh
 from operators.training.checkpoints import checkpoint
-from operators.training.learner import refreshed
+from operators.training.learner import memory
 from operators.training.learner.learner import Learner
 
 
@@ -27,7 +27,7 @@ def followed(
     seen = [{name: weight.detach().double().clone() for name, weight in learner.parameters.items()}]
     for number in range(steps):
         step(learner, number)
-        refreshed.follow(learner=learner, rank=0, ranks=1, step=number + 1)
+        memory.follow(learner=learner, rank=0, ranks=1, step=number + 1)
         seen.append(
             {name: weight.detach().double().clone() for name, weight in learner.parameters.items()}
         )
@@ -54,19 +54,17 @@ def test_weights_without_an_average_are_those_of_the_nth_step_as_they_travel() -
     offered = learner.offered(1)
     assert {tensor.dtype for tensor in offered.values()} == {torch.bfloat16}
     assert all(torch.equal(tensor, seen[3][name].bfloat16()) for name, tensor in offered.items())
-    assert set(refreshed.tensors_of(learner.refreshed)) == {
-        f"{name}/sent-3-0.0" for name in offered
-    }
+    assert set(memory.tensors_of(learner.refreshed)) == {f"{name}/sent-3-0.0" for name in offered}
 
 
 def test_what_the_next_step_makes_anew_is_not_kept() -> None:
     learner, _ = followed(Refresh(every=1), 2)
     assert (
-        not refreshed.tensors_of(learner.refreshed)
+        not memory.tensors_of(learner.refreshed)
         and learner.offered(1).keys() == learner.parameters.keys()
     )
     averaging, _ = followed(Refresh(every=1, decay=0.5), 2)
-    assert {name.split("/")[1] for name in refreshed.tensors_of(averaging.refreshed)} == {
+    assert {name.split("/")[1] for name in memory.tensors_of(averaging.refreshed)} == {
         "average-1-0.5"
     }
 
@@ -159,7 +157,7 @@ def test_a_version_that_is_read_late_has_its_own_weights(frees: int, end: type[B
             learner.micro(part)
         assert learner.end(1e-2).culprit is None
         polled()
-        refreshed.follow(learner=learner, rank=0, ranks=1, step=number)
+        memory.follow(learner=learner, rank=0, ranks=1, step=number)
         polled()
         for line, each in ends.items():
             if line == 0 or refreshes[line - 1].newest(number) == number:
@@ -195,7 +193,7 @@ def test_some_ranks_go_on_from_what_others_kept(wrote, reads, tmp_path):
     found = load_file(loaded(tmp_path / "checkpoint", reads))
     expected = {}
     for refresh in REFRESHES:
-        expected |= refreshed.tensors_of(followed(refresh, 2, dtype="bfloat16")[0].refreshed)
+        expected |= memory.tensors_of(followed(refresh, 2, dtype="bfloat16")[0].refreshed)
     assert {
         name for name in found if name.rpartition("/")[2].split("-")[0] in ("sent", "average")
     } == expected.keys()

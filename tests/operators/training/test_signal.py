@@ -8,7 +8,7 @@ import pyarrow as pa
 import pytest
 from trainer_rig import group
 
-from operators.training.signal import no_signal, silent_scores
+from operators.training.batches import no_signal, silent_scores
 
 SCORES = {"reward": "match.py:10", "length": "mine.py:2"}
 

@@ -29,8 +29,8 @@ from dataflow.system.files import RunFolderError
 from operators.losses import aipo, value_loss
 from operators.trainer import Trainer
 from operators.training.checkpoints import checkpoint
+from operators.training.learner.build import state_tensors
 from operators.training.learner.learner import Learner
-from operators.training.learner.optimizer import state_tensors
 from operators.training.learner.together import local
 
 

@@ -18,9 +18,9 @@ from trainer_rig import (
 )
 
 from operators.losses import aipo, gspo, truncated_is
+from operators.training.batches import staleness_figures
 from operators.training.learner.diagnostics import Diagnostics, ratio_bounds, sums_of
 from operators.training.learner.loss_function import read_loss
-from operators.training.metrics import staleness_figures
 
 
 def tokens(count: int, seed: int) -> list[torch.Tensor]:

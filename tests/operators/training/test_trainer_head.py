@@ -23,10 +23,9 @@ from transformers import (
 
 from dataflow.tokens.sampling_mask import SamplingMask
 from operators.training.learner import head, policy
-from operators.training.learner.head import Shape, logprobs_of_hidden
-from operators.training.learner.logprobs import Wanted, logprobs_of_logits
-from operators.training.learner.packing import TokenTree, pack
+from operators.training.learner.head import Shape, Wanted, logprobs_of_hidden, logprobs_of_logits
 from operators.training.learner.policy import Policy
+from operators.training.learner.rows import TokenTree, pack
 
 ROWS, IDS, WIDTH = 7, 53, 5
 SMALL = {

@@ -22,10 +22,9 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 from dataflow.errors import OperatorError, RecordError
 from operators.losses import aipo, grpo
-from operators.training.learner.packing import pack
+from operators.trainer import learning_rate
 from operators.training.learner.policy import Policy
-from operators.training.learner.rows import step_rows, usable
-from operators.training.learner.schedule import learning_rate
+from operators.training.learner.rows import pack, step_rows, usable
 
 GROUPS = [group(number, size=4) for number in range(5)]
 

@@ -12,7 +12,7 @@ from trainer_rig import gradient, group, rows_of, tiny_learner, tiny_trainer
 from dataflow.records import TEMPERATURE
 from operators.losses import aipo
 from operators.training.parallel.lead import dealt
-from operators.training.steps import take_knobs, told
+from operators.training.steps import rank_knobs, take_knobs
 
 
 def sampled(batch: pa.RecordBatch, temperature: float | None) -> pa.RecordBatch:
@@ -72,7 +72,7 @@ def test_a_learner_that_takes_knobs_does_what_one_does_that_was_declared_with_th
     changed = tiny_trainer(loss=partial(aipo, rho=4.0))
     _, before, _ = gradient(tiny_learner(changed), rows)
     learner = tiny_learner(changed)
-    take_knobs(learner, 0, 1, **told(declared))
+    take_knobs(learner, 0, 1, **rank_knobs(declared))
     assert learner.max_grad_norm == 0.1
     assert sorted(group["weight_decay"] for group in learner.optimizer.param_groups) == [0.0, 0.3]
     _, found, _ = gradient(learner, rows)

@@ -13,17 +13,16 @@ from trainer_rig import gradient, group, rows_of, tiny_learner, tiny_llama, tiny
 
 from dataflow.model import LoRA, Model
 from operators.losses import aipo
-from operators.models.errors import ModelError
+from operators.models.folders import ModelError
 from operators.trainer import Trainer
-from operators.training.cpu.products import multiplies_bfloat16
-from operators.training.learner.build import make_learner
+from operators.training.learner.build import make_learner, state_tensors
+from operators.training.learner.cpu import multiplies_bfloat16
 from operators.training.learner.memory import (
     OffloadedLearner,
     compile_layers,
     prepare,
     recompute_activations,
 )
-from operators.training.learner.optimizer import state_tensors
 
 ROWS = (group(0, size=4, completion=20), group(1), group(2, size=5, completion=9))
 

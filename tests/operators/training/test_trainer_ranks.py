@@ -24,11 +24,11 @@ from transformers import (
 from dataflow.errors import RunError, WorkerDied
 from dataflow.model import Model
 from operators.losses import aipo, value_loss
-from operators.models.errors import ModelError
+from operators.models.folders import ModelError
 from operators.trainer import Trainer
 from operators.training.checkpoints import checkpoint
 from operators.training.learner.build import forward_of, learner_of
-from operators.training.learner.new_logprobs import NewLogprobs
+from operators.training.steps import NewLogprobs
 
 RTOL = 1e-5
 EPS = 1e-3

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from trainer_rig import group, rows_of
 
 from operators.training.learner.learner import Prepared
-from operators.training.learner.packing import pack
+from operators.training.learner.rows import pack
 from operators.training.parallel.lead import (
     DealtRollouts,
     cost,

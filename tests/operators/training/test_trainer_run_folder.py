@@ -28,8 +28,8 @@ from dataflow.system.files import RunFolderError
 from dataflow.system.forking import fork
 from operators.trainer import Trainer
 from operators.training.checkpoints import checkpoint, shards
-from operators.training.checkpoints.staging import Background
-from operators.warm_start.policy import character_tokenizer
+from operators.training.checkpoints.checkpoint import Background
+from operators.warm_start.train import character_tokenizer
 
 BOUND = Bound(max_staleness=100, prompts_per_step=2)
 

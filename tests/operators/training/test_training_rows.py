@@ -29,10 +29,8 @@ from operators.credit import (
 )
 from operators.losses import aipo, gspo, sft
 from operators.training.learner.learner import Prepared
-from operators.training.learner.packing import pack
-from operators.training.learner.rows import step_rows
-from operators.training.parallel.lead import dealt
-from operators.training.parallel.messages import CODEC, chosen
+from operators.training.learner.rows import pack, step_rows
+from operators.training.parallel.lead import CODEC, chosen, dealt
 
 ROW_COLUMNS = {**COLUMNS, TRAINING_ROW: pa.list_(pa.int32())}
 PER_TOKEN = {"tokens": None, "mask": False, "logprobs": 0.0, "versions": -1}

@@ -10,8 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from operators.environments.session import InvalidAction, Seen
-from operators.environments.systems import SYSTEMS, System
+from operators.environments.session import SYSTEMS, InvalidAction, Seen, System
 from rigs.machine import alive
 from rigs.worlds import LETTERS
 

@@ -28,7 +28,7 @@ from operators.environments import (
     verifiers_environment,
 )
 from operators.losses import aipo
-from operators.naming import named
+from operators.rewards import named
 
 pytestmark = [
     pytest.mark.slow,

@@ -20,7 +20,7 @@ from dataflow import Graph, Model, collect, run, scorer
 from dataflow.folder.run_folder import RunFolder
 from dataflow.limits import Limits, Patience
 from operators import Evaluate, Generator, Prompts, Trainer, episode, tool_use
-from operators.chat.text_calls import TextCalls
+from operators.chat.tool_calls import TextCalls
 from operators.credit import advantage
 from operators.episodes.chat import Reply
 from operators.episodes.declaration import Episode

@@ -12,7 +12,7 @@ from rigs.operators import struck
 
 from dataflow import Devices, Graph, inline, run
 from dataflow.errors import OperatorError
-from operators.generation.partial_rollouts import PartialRollouts
+from operators.generation.groups import PartialRollouts
 
 pytestmark = [pytest.mark.usefixtures("one_core"), pytest.mark.timeout(120)]
 

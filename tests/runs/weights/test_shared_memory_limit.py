@@ -17,7 +17,7 @@ import torch
 from rigs.policy import ALPHABET
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from operators.warm_start.policy import character_tokenizer
+from operators.warm_start.train import character_tokenizer
 
 STEPS = 2
 MARGIN = 1.1
@@ -57,7 +57,7 @@ class Watched:
 
 
 BARE = """
-import os, operators.engine.parallel.follower, transformers.models.llama.modeling_llama
+import os, operators.engine.parallel.launch, transformers.models.llama.modeling_llama
 from pathlib import Path
 print(int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE"))
 """

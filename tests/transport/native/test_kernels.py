@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from operators.engine.native import build as engine
+from operators.engine.native import attention as engine
 from transport.compile import PROCESSOR, compiled
 from transport.native import build as transport
 

@@ -4,9 +4,8 @@ import numpy as np
 import pytest
 import torch
 
-from operators.engine.attention import AttentionLayout
+from operators.engine.attention import AttentionLayout, KVCache
 from operators.engine.cuda.graphs import GraphedDecode, GraphReplays, bucket_of, buckets
-from operators.engine.kv_cache import KVCache
 from operators.engine.sampler import Draw
 from operators.engine.sampling_params import Sampling
 

@@ -14,8 +14,7 @@ from operators import Generator
 from operators.engine.build import adapt, build_native
 from operators.engine.cuda.fuse import fuse_layers
 from operators.engine.decode import Engine
-from operators.engine.finish_reasons import STOPPED, TOO_LONG
-from operators.engine.results import PromptStart
+from operators.engine.interface import STOPPED, TOO_LONG, PromptStart
 from operators.engine.sampling_params import Sampling
 
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("default")]

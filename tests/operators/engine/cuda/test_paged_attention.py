@@ -8,10 +8,9 @@ import numpy as np
 import pytest
 import torch
 
-from operators.engine.attention import AttentionLayout
-from operators.engine.kv_cache import KVCache
+from operators.engine.attention import AttentionLayout, KVCache
 from operators.engine.pages import PAGE
-from operators.models.errors import ModelError
+from operators.models.folders import ModelError
 
 pytest.importorskip("triton")
 

@@ -9,12 +9,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from operators.engine.kv_cache import KVCache
-from operators.engine.native.build import library
-from operators.engine.native.families import reason_against
+from operators.engine.attention import KVCache
+from operators.engine.native.attention import library
 from operators.engine.native.fused import FusedStep, supports
+from operators.engine.native.packing import reason_against
 from operators.engine.pages import PAGE, Prefix
-from operators.models.errors import ModelError
+from operators.models.folders import ModelError
 
 pytestmark = pytest.mark.skipif(library() is None, reason="no C compiler at hand")
 

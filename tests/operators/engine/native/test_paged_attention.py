@@ -12,7 +12,7 @@ import torch
 
 from operators.engine.native.attention import decode_attention, kernel, serves
 from operators.engine.pages import PAGE
-from operators.models.errors import ModelError
+from operators.models.folders import ModelError
 
 pytestmark = pytest.mark.skipif(kernel() is None, reason="no C compiler at hand")
 

@@ -13,7 +13,7 @@ from slices_rig import Rig
 from dataflow.limits import Limits
 from dataflow.model import Model
 from dataflow.runtime import Context
-from operators.engine.make import make_engine
+from operators.engine.build import make_engine
 from operators.engine.parallel import launch
 from operators.engine.parallel.launch import make_parallel
 from operators.generator import Generator

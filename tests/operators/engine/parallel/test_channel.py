@@ -11,8 +11,8 @@ from dataflow.limits import Limits
 from dataflow.model import Model
 from dataflow.tokens.rollout_tokens import RolloutTokens
 from dataflow.tokens.sampling_mask import SamplingMask
-from operators.engine.parallel.messages import CODEC, EngineSettings, StartMessage, Step
-from operators.engine.results import PromptStart
+from operators.engine.interface import PromptStart
+from operators.engine.parallel.lockstep import CODEC, EngineSettings, StartMessage, Step
 from operators.engine.sampling_params import Sampling
 from operators.engine.stop_strings import StopStrings
 from operators.generator import Generator

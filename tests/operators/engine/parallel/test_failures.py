@@ -13,9 +13,9 @@ from rigs.machine import descendants
 
 from dataflow.errors import RunError, WorkerDied
 from dataflow.runtime import Context
+from operators.engine.interface import PromptStart
 from operators.engine.parallel.launch import make_parallel
-from operators.engine.results import PromptStart
-from operators.models.errors import ModelError
+from operators.models.folders import ModelError
 
 pytestmark = pytest.mark.usefixtures("forked")
 

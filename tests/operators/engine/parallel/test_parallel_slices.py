@@ -25,7 +25,7 @@ from dataflow.testing import FakeGenerator, FakePrompts, FakeTrainer
 from dataflow.weight_ends import OpensWeights
 from dataflow.worker.host import Settings
 from dataflow.worker.ports import Ports
-from operators.engine.results import PromptStart
+from operators.engine.interface import PromptStart
 from operators.generation.runtime import GeneratorRuntime
 from transport.weights import ChecksumMismatch
 from transport.weights.executors.shared_memory import HEADER_BYTES

@@ -17,7 +17,7 @@ from slices_rig import part
 from test_two_ranks import assert_alike, groups
 
 from dataflow.runtime import Context
-from operators.engine.make import make_engine
+from operators.engine.build import make_engine
 from operators.engine.precision import linear_weights, quantise, unrounded
 from operators.engine.precision.intake import SCALE
 from transport.weights.encoding import Encoding

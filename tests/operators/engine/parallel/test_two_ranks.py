@@ -12,10 +12,9 @@ from replaying import drive
 from slices_rig import assert_slices, values
 
 from dataflow.runtime import Context
-from operators.engine.finish_reasons import ABORTED
-from operators.engine.make import make_engine
+from operators.engine.build import make_engine
+from operators.engine.interface import ABORTED, PromptStart
 from operators.engine.parallel.launch import make_parallel
-from operators.engine.results import PromptStart
 
 pytestmark = pytest.mark.usefixtures("forked")
 

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from operators.engine.results import PromptStart
+from operators.engine.interface import PromptStart
 from operators.engine.sampling_params import Sampling
 from operators.engine.vllm.engine import VllmEngine
 from operators.engine.vllm.process import PYTHON

@@ -13,12 +13,12 @@ import pytest
 from replaying import drive
 
 from dataflow.errors import WorkerDied
-from operators.engine.finish_reasons import ABORTED, BROKEN, STOPPED, TOO_LONG
+from operators.engine.interface import ABORTED, BROKEN, STOPPED, TOO_LONG
 from operators.engine.sampling_params import Sampling
 from operators.engine.stop_strings import StopStrings
 from operators.engine.vllm.engine import VllmEngine
 from operators.engine.vllm.process import PYTHON
-from operators.models.errors import ModelError
+from operators.models.folders import ModelError
 
 pytestmark = pytest.mark.usefixtures("forked")
 

@@ -9,7 +9,7 @@ import pytest
 
 from operators.engine.sampling_params import Sampling
 from operators.engine.vllm.engine import VllmEngine
-from operators.models.errors import ModelError
+from operators.models.folders import ModelError
 
 
 @pytest.mark.slow

@@ -15,17 +15,15 @@ from trainer_rig import VOCABULARY, gradient, group, rows_of, tiny_llama
 from dataflow import GraphError, Model
 from dataflow.model import LoRA
 from operators import Generator, Trainer
-from operators.models.adapters import is_adapted, load, save, tensor_names
-from operators.models.errors import ModelError
+from operators.models.adapters import Merged, is_adapted, load, save, tensor_names
+from operators.models.folders import ModelError
 from operators.models.loading import (
     load_adapted,
     load_merged,
     load_model,
     outlined_to_train,
 )
-from operators.models.merged_adapters import Merged
-from operators.training.learner.build import forward_of, learner_of
-from operators.training.learner.optimizer import state_tensors
+from operators.training.learner.build import forward_of, learner_of, state_tensors
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:.is_gradient_checkpointing.:FutureWarning",

@@ -10,7 +10,7 @@ from trainer_rig import group, rows_of, tiny_llama
 
 from dataflow.model import LoRA, Model
 from operators.models.adapters import parts_cut
-from operators.models.errors import ModelError
+from operators.models.folders import ModelError
 from operators.models.loading import load_adapted
 from operators.trainer import Trainer
 from operators.training.learner.build import forward_of, learner_of

@@ -15,7 +15,7 @@ from dataflow.model import LoRA, Model
 from dataflow.runtime import Batch, Context
 from dataflow.staleness import Bound
 from operators.trainer import Trainer
-from operators.warm_start.policy import character_tokenizer
+from operators.warm_start.train import character_tokenizer
 
 
 @pytest.fixture

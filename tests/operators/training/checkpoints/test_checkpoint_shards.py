@@ -21,9 +21,8 @@ from dataflow.errors import RunError
 from dataflow.system.files import RunFolderError
 from operators import Trainer
 from operators.training.checkpoints import checkpoint, shards
-from operators.training.learner.build import make_learner
+from operators.training.learner.build import make_learner, state_tensors
 from operators.training.learner.learner import Learner
-from operators.training.learner.optimizer import state_tensors
 
 
 @pytest.fixture(scope="module")

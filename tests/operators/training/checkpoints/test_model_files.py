@@ -24,7 +24,7 @@ from transformers import AutoModelForCausalLM, MixtralConfig
 
 from dataflow.model import Model
 from operators.models.loading import load_model
-from operators.training.checkpoints import checkpoint, model_files, shards
+from operators.training.checkpoints import checkpoint, shards
 from operators.training.learner.learner import Learner
 
 WAIT_S = 60.0
@@ -72,7 +72,7 @@ def test_experts_are_written_under_the_names_that_they_came_with(tmp_path):
 
 
 def test_large_models_are_cut_into_files_with_an_index(tmp_path, monkeypatch):
-    monkeypatch.setattr(model_files, "MOST_BYTES", 10_000)
+    monkeypatch.setattr(shards, "MOST_BYTES", 10_000)
     learner = tiny_learner(tiny_trainer(), tiny_llama())
     checkpoint.save(tmp_path, learner, Tokenizer(), {"step": 1})
     files = sorted(path.name for path in tmp_path.glob("*.safetensors"))
@@ -98,13 +98,13 @@ def made(learner: Learner) -> None:
 def test_an_update_waits_for_a_checkpoint_that_reads_the_weights(tmp_path, monkeypatch):
     learner = tiny_learner(tiny_trainer(), tiny_llama())
     wanted = {name: weight.detach().clone() for name, weight in learner.parameters.items()}
-    reads, write = threading.Event(), model_files.ModelFiles.write
+    reads, write = threading.Event(), shards.ModelFiles.write
 
     def late(self: Any, *given: Any, **named: Any) -> None:
         assert reads.wait(WAIT_S)
         write(self, *given, **named)
 
-    monkeypatch.setattr(model_files.ModelFiles, "write", late)
+    monkeypatch.setattr(shards.ModelFiles, "write", late)
     checkpoint.prepare(tmp_path)
     staged = checkpoint.stage(learner, 0, 1, tmp_path)
     assert staged is not None
@@ -131,7 +131,7 @@ def test_what_goes_wrong_in_the_background_is_raised_where_the_checkpoint_is_wai
     def full(*given: Any, **named: Any) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(model_files, "write_part", full)
+    monkeypatch.setattr(shards, "write_part", full)
     checkpoint.prepare(tmp_path)
     staged = checkpoint.stage(learner, 0, 1, tmp_path)
     assert staged is not None

@@ -9,9 +9,8 @@ import torch
 from trainer_rig import VOCABULARY, gradient, group, rows_of, tiny_llama, tiny_trainer
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
-from operators.training.cpu.direct_gradients import DirectGradients
-from operators.training.cpu.products import multiplies_bfloat16
 from operators.training.learner.build import learner_of
+from operators.training.learner.cpu import DirectGradients, multiplies_bfloat16
 from operators.training.learner.learner import Learner
 from operators.training.learner.policy import Policy
 

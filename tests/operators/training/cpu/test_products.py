@@ -5,7 +5,7 @@ them.
 import pytest
 import torch
 
-from operators.training.cpu.products import multiplies_bfloat16, rounded_product
+from operators.training.learner.cpu import multiplies_bfloat16, rounded_product
 
 pytestmark = pytest.mark.skipif(
     not multiplies_bfloat16(), reason="this processor multiplies no bfloat16"

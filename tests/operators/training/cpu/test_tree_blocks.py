@@ -8,9 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rigs.examples import examples
 
-from operators.training.cpu import tree_blocks
-from operators.training.cpu.tree_blocks import attention_blocks, subtree_ends, visible
-from operators.training.learner.packing import pack
+from operators.training.learner import packed_attention
+from operators.training.learner.packed_attention import attention_blocks, subtree_ends, visible
+from operators.training.learner.rows import pack
 
 ROWS = st.lists(st.lists(st.integers(0, 1), min_size=2, max_size=9), min_size=1, max_size=12)
 
@@ -53,7 +53,7 @@ def _seen(positions: np.ndarray) -> list[list[int]]:
 def test_a_node_sees_itself_and_its_ancestors(long_row, rows, share):
     positions = _positions(rows, share=share)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(tree_blocks, "LONG_ROW", long_row)
+        patch.setattr(packed_attention, "LONG_ROW", long_row)
         assert _seen(positions) == _paths(positions)
 
 

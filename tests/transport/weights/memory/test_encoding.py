@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from operators.engine.precision.formats import FORMATS, pack
+from operators.engine.precision.linear import FORMATS, pack
 from transport.weights import LayoutMismatch
 from transport.weights.encoding import QUANTIZED, Encoding
 from transport.weights.tensor_encoder import EncodedWriter, Encoder, decode, quantize
