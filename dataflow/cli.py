@@ -232,7 +232,7 @@ def swap(
     """
     from dataflow.folder.run_folder import RunFolder
     from dataflow.scheduler.requests import ask_to_swap
-    from dataflow.scoring.forms import split_form
+    from dataflow.scorer import split_form
 
     node, _, reference = wish.partition("=")
     if not node or not reference:
@@ -436,7 +436,7 @@ def doctor(
         run: the run folder.
         stacks: print all frames of all threads.
     """
-    from dataflow.doctor.examine import examine
+    from dataflow.doctor.report import examine
     from dataflow.scheduler.requests import ask_for_facts
 
     print(examine(run, ask_for_facts, all_stacks=stacks), end="")

@@ -13,8 +13,7 @@ from dataflow.errors import GraphError
 from dataflow.node import Traits
 from dataflow.records import DROP_REASON, ERROR, Columns
 from dataflow.runtime import Context, Runtime
-from dataflow.scorer import Scorer
-from dataflow.scoring.knobs import DEFAULT_MEMORY_MB, DEFAULT_RETRIES, DEFAULT_TIMEOUT_S, Per
+from dataflow.scorer import DEFAULT_MEMORY_MB, DEFAULT_RETRIES, DEFAULT_TIMEOUT_S, Per, Scorer
 
 P = ParamSpec("P")
 
@@ -72,9 +71,9 @@ class Keep(Scorer[P, bool]):
 
     def build(self, context: Context) -> Runtime:
         """Its runtime; forks the pool's server where it is isolated."""
-        from dataflow.scoring.filtering import build
+        from dataflow.scoring.runtime import Filtering
 
-        return build(self, context)
+        return Filtering(self, context)
 
 
 @overload

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from dataflow.gguf.content import GGUFError, read_content
+from dataflow.gguf.conversion import file_fault, file_of, folder_of
 from dataflow.gguf.decoders import decoder_in
-from dataflow.gguf.sources import file_fault, file_of, folder_of
 from dataflow.gguf.vocabulary import template_of
 from dataflow.model import ADAPTER_CONFIG, Model, holds_adapters, is_gguf, saved_adapters
 

@@ -26,8 +26,7 @@ from dataflow.folder.run_hold import is_over_hosts
 from dataflow.folder.run_lock import held
 from dataflow.folder.swaps import read_swaps
 from dataflow.foresight.choice.ways_out import plan_or_advise
-from dataflow.gguf.conversion import converted
-from dataflow.gguf.sources import file_fault
+from dataflow.gguf.conversion import converted, file_fault
 from dataflow.graph import Graph
 from dataflow.group_bytes import MESSAGE_BYTES
 from dataflow.history.bottleneck import bounded

@@ -2,7 +2,7 @@
 
 from dataflow.keep import keep
 from dataflow.records import Array
-from operators.credit.groups import are_equal
+from operators.credit import are_equal
 
 
 @keep(isolate=False)

@@ -13,7 +13,7 @@ from typing import Any
 from dataflow import Graph, Model, scorer
 from dataflow.node import Source
 from dataflow.scorer import Scorer
-from graphs.tasks import calculator, expressions
+from graphs.tasks import calculator
 from operators import Evaluate, Generator, Logprobs, Trainer, Values
 from operators.credit import advantage, gae, leave_one_out, normalized_advantage
 from operators.filters import has_signal
@@ -117,7 +117,7 @@ def examples(path: str, *, held_out: bool) -> list[dict[str, str]]:
     """The calculator steps of a GSM8K file, or made-up ones."""
     if path:
         return list(calculator.read(path))
-    return list(expressions.rows(2_000 if held_out else 24_000, seed=1, held_out=held_out))
+    return list(calculator.rows(2_000 if held_out else 24_000, seed=1, held_out=held_out))
 
 
 def budget(rows: Sequence[dict[str, str]], count: int, seed: int) -> list[dict[str, str]]:

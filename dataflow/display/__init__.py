@@ -8,10 +8,17 @@ from typing import TextIO
 
 from rich.console import Console
 
-from dataflow.display.aside import SafeView, told_by
-from dataflow.display.outlet import direct, for_a_while
-from dataflow.display.snapshot import EdgeSnapshot, NodeSnapshot, Snapshot, Summary
-from dataflow.display.views import LiveView, PassedOn, PlainView, View
+from dataflow.display.screen import EdgeSnapshot, NodeSnapshot, Snapshot, Summary
+from dataflow.display.views import (
+    LiveView,
+    PassedOn,
+    PlainView,
+    SafeView,
+    View,
+    direct,
+    for_a_while,
+    told_by,
+)
 
 
 def make_view(stream: TextIO, interval_s: float = 5.0) -> SafeView:

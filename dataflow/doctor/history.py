@@ -4,8 +4,8 @@ given.
 
 import collections
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Any, TypeAlias
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal, TypeAlias
 
 from dataflow.worker.state_clock import BESIDE, STATES
 
@@ -137,3 +137,45 @@ def _spent(past: _Past) -> dict[str, float]:
     """Seconds of the window, by state."""
     first, last = past.sums[0][1], past.sums[-1][1]
     return {key: max(0.0, last[key] - first[key]) for key in last}
+
+
+# When a run that does not move is to be warned of, and when it is to end: pure.
+
+MOST_BETWEEN_S = 5.0
+"""A longer pause between two looks counts as so many seconds."""
+
+Decision: TypeAlias = Literal["fine", "slow", "stalled"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stillness:
+    """How long nothing has moved, as far as was seen."""
+
+    marks: object = None
+    """What moves: rows, tokens, steps, versions; of any type that can be compared."""
+    looked: float | None = None
+    """Time of the last look."""
+    still_s: float = 0.0
+    """Seconds without a change of marks."""
+    idle_s: float = 0.0
+    """Seconds without a change of marks, and with nobody at work."""
+
+    def look(self, marks: object, at_work: bool, now: float) -> "Stillness":
+        """The stillness after another look. at_work: somebody works, starts, or is started
+        again.
+        """
+        passed = 0.0 if self.looked is None else min(max(0.0, now - self.looked), MOST_BETWEEN_S)
+        if marks != self.marks:
+            return Stillness(marks=marks, looked=now)
+        return replace(
+            self,
+            looked=now,
+            still_s=self.still_s + passed,
+            idle_s=0.0 if at_work else self.idle_s + passed,
+        )
+
+
+def decide(stillness: Stillness, *, stall_s: float, slice_s: float) -> Decision:
+    """slow: warn; stalled, at twice the limit: end the run."""
+    part = max(stillness.idle_s / stall_s, stillness.still_s / slice_s)
+    return "stalled" if part >= 2 else "slow" if part >= 1 else "fine"

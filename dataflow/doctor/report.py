@@ -1,21 +1,26 @@
 """The doctor's report on a run under way, as text."""
 
+import contextlib
 import json
 import re
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from dataflow.doctor.facts import Facts, Node, WorkerFacts
-from dataflow.doctor.verdict import MOVES_S, verdict
-from dataflow.doctor.waiting import seconds, trouble, waits
+from dataflow.doctor.facts import Facts, Node, WorkerFacts, describe_process, gather
+from dataflow.doctor.verdict import MOVES_S, seconds, trouble, verdict, waits
+from dataflow.errors import DeadlineError, RunError
 from dataflow.folder.faults import FILE
+from dataflow.folder.ledger import Ledger, LedgerError
 from dataflow.folder.live_changes import read_live_changes
 from dataflow.folder.run_folder import RunFolder
-from dataflow.system import stacks
-from dataflow.system.files import tail
+from dataflow.folder.socket_folder import CONTROL
+from dataflow.history.describe import described
+from dataflow.history.resume import TIMES
+from dataflow.system import processes, stacks
+from dataflow.system.files import tail, to_json
 from dataflow.system.optional_files import read_text
 from dataflow.system.processes import Process
 from dataflow.system.stacks import Thread
@@ -314,3 +319,133 @@ def _share(value: float | None) -> str:
 
 def _number(value: int | None) -> str:
     return "-" if value is None else f"{value:,}"
+
+
+# The doctor's report on a run that is over, or whose scheduler is dead: what its folder holds.
+
+_MOST_COMMAND = 100
+_TOLD_OF_STEPS = (
+    "step",
+    "node",
+    "version",
+    "loss",
+    "reward_mean",
+    "staleness_max",
+    "rollouts",
+    "dropped",
+)
+
+
+def report_of_ended(folder: RunFolder, why: str) -> str:
+    """What is left of a run. why: what is known of its scheduler."""
+    using = processes.using(folder.path)
+    lines = [
+        f"{folder.path.name}: {_outcome(folder, bool(using))}",
+        *([f"  {why}"] if why else []),
+        "",
+        "processes",
+    ]
+    looks = processes.look([pid for pid, _ in using], 0.2)
+    for pid, command in using:
+        lines.append(f"  {describe_process(looks[pid])}: {command[:_MOST_COMMAND]}")
+    if not using:
+        lines.append("  none has a file of this run open")
+    lines += ["", "ledger", *_ledger_lines(folder), "", "last step", f"  {_last_step(folder)}"]
+    return "\n".join([*lines, *(line for part in ailments(folder) for line in part)]) + "\n"
+
+
+def _outcome(folder: RunFolder, alive: bool) -> str:
+    times = folder.read_json("times.json", TIMES)
+    if times:
+        return (
+            f"over: {times.get('outcome', 'ended')}, {seconds(float(times.get('seconds') or 0.0))}"
+            " of training"
+        )
+    return (
+        "no scheduler answers, but processes of it are alive"
+        if alive
+        else "it did not come to its end"
+    )
+
+
+def _ledger_lines(folder: RunFolder) -> list[str]:
+    sinks = [
+        node["name"] for node in described(folder)[0].get("nodes", []) if node.get("kind") == "sink"
+    ]
+    try:
+        with Ledger.open(folder.ledger, readonly=True) as ledger:
+            return [f"  {name}: {ledger.verdict(name)}" for name in sinks]
+    except LedgerError as error:
+        return [f"  {error}"]
+
+
+def _last_step(folder: RunFolder) -> str:
+    lines: list[dict[str, Any]] = folder.read_metrics()
+    steps = [line for line in lines if "eval_accuracy" not in line]
+    if not steps:
+        return "none was made"
+    ago = seconds(max(0.0, time.time() - folder.metrics.stat().st_mtime))
+    figures = {key: steps[-1][key] for key in _TOLD_OF_STEPS if key in steps[-1]}
+    return f"{to_json(figures)}, written {ago} ago; all of it in {folder.metrics.name}"
+
+
+# `dataflow doctor RUN`: asks the run, or reads what it left.
+
+ANSWER_S = 3.0
+"""Seconds for a scheduler to answer."""
+_STACKS_S = 1.5
+
+Said = Mapping[str, Any]
+"""What a scheduler knows of its run, in plain values."""
+Ask = Callable[[RunFolder, float], Said]
+"""Asks the scheduler of a run, for so many seconds: RunError when the run is over, DeadlineError
+without an answer."""
+
+
+def examine(run: str | Path, ask: Ask, *, all_stacks: bool = False) -> str:
+    """The report on a run, whatever state it is in. Errors: RunFolderError when there is no such
+    folder.
+    """
+    folder = RunFolder.open(run)
+    try:
+        answer = told(folder, ask)
+    except RunError as error:
+        return report_of_ended(folder, _scheduler(folder, error))
+    return report(folder, gather(folder, answer), all_stacks=all_stacks)
+
+
+def told(folder: RunFolder, ask: Ask, patience_s: float = _STACKS_S) -> Said:
+    """What the scheduler says, asked until every worker that answers has told its stacks, or the
+    time is up.
+
+    Errors: RunError when the run is over, DeadlineError when the scheduler does not answer.
+    """
+    began = time.monotonic()
+    answer = ask(folder, ANSWER_S)
+    while time.monotonic() - began < patience_s and not _all_told(answer, time.monotonic() - began):
+        time.sleep(0.1)
+        with contextlib.suppress(DeadlineError):
+            answer = ask(folder, ANSWER_S)
+    return answer
+
+
+def _all_told(answer: Said, since_s: float) -> bool:
+    """Whether every worker with a heartbeat has sent its stacks within so many seconds."""
+    live = [
+        w
+        for w in answer["workers"].values()
+        if w["state"] in ("starting", "ready") and w["silent_s"] < 1.0
+    ]
+    return all(worker["threads"] and worker["threads_s"] <= since_s for worker in live)
+
+
+def _scheduler(folder: RunFolder, error: RunError) -> str:
+    """What is known of a scheduler that does not answer."""
+    control = folder.read_json(CONTROL, {"pid": int, "machine": str})
+    pid, machine = control.get("pid"), processes.machine()
+    if pid is None or control.get("machine", machine) != machine:
+        return "" if not isinstance(error, DeadlineError) else str(error)
+    process = processes.look([int(pid)], 0.0)[int(pid)]
+    if not process.state:
+        return f"its scheduler (pid {pid}) has ended without an end of the run: it was killed"
+    return f"its scheduler does not answer: {describe_process(process)}"

@@ -24,8 +24,7 @@ from dataflow.records import (
     TOKENS,
     VERSIONS,
 )
-from dataflow.tokens.rollout_tokens import RolloutTokens
-from dataflow.tokens.sampling_mask import SamplingMask
+from dataflow.tokens.rollout_tokens import RolloutTokens, SamplingMask
 
 MARK, BEGIN, LINE = "mark", "begin", "line"
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from dataflow.folder.ledger import Ledger, LedgerError
 from dataflow.folder.run_folder import RunFolder
-from dataflow.gguf.sources import folder_of
+from dataflow.gguf.conversion import folder_of
 from dataflow.graph import Graph
 from dataflow.model import is_gguf
 from dataflow.node import Operator

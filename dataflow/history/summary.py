@@ -12,7 +12,7 @@ from typing import Any, TypeGuard
 import msgspec
 
 from dataflow.display import Summary
-from dataflow.display.silence import silence
+from dataflow.display.formatting import silence
 from dataflow.folder.copies.store import CONFIG, Copies
 from dataflow.folder.faults import describe_faults, read_faults, restarts
 from dataflow.folder.ledger import Ledger, LedgerError
@@ -48,7 +48,7 @@ def summarize(folder: RunFolder, verdict: str, is_clean: bool) -> Summary:
     leaders = config.get("leading") or [None]
     lines = lines_of(folder.read_metrics(), leaders[0])
     times = folder.read_json("times.json", TIMES)
-    steps = [line for line in lines if "loss" in line]
+    steps = [line for line in lines if "eval_accuracy" not in line]
     scores = [line["eval_accuracy"] for line in lines if line.get("eval_accuracy") is not None]
     rewards = [line["reward_mean"] for line in steps if line.get("reward_mean") is not None]
     window = window_of(len(rewards))

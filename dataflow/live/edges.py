@@ -5,7 +5,7 @@ edges took.
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
-from dataflow.doctor.facts import EdgeFacts
+from dataflow.display import EdgeSnapshot
 from dataflow.worker.kept_counts import ENDS, Crossed, EdgeSums, total
 
 _STALENESS = tuple(
@@ -25,7 +25,7 @@ def counted(state: Mapping[str, Any]) -> EdgeSums | None:
 
 
 def data_edges(
-    edges: Iterable[EdgeFacts], now: EdgeSums | None, before: EdgeSums | None, passed: float
+    edges: Iterable[EdgeSnapshot], now: EdgeSums | None, before: EdgeSums | None, passed: float
 ) -> list[dict[str, Any]]:
     """Each with its depth and credit, rows and bytes that have crossed it, and how many in each of
     the seconds passed, as counted where it ends. before: how things stood when those began; None:
@@ -66,10 +66,10 @@ def _crossed(
     }
 
 
-def data_edges_of(graph: Mapping[str, Any]) -> list[EdgeFacts]:
+def data_edges_of(graph: Mapping[str, Any]) -> list[EdgeSnapshot]:
     """Those of a graph that nobody runs now."""
     return [
-        EdgeFacts(
+        EdgeSnapshot(
             producer=str(edge["from"]), consumer=str(edge["to"]), source=str(edge.get("source"))
         )
         for edge in graph.get("edges", [])

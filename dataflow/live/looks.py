@@ -8,11 +8,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from dataflow.display.formatting import duration
-from dataflow.doctor.bottleneck import bottleneck
-from dataflow.doctor.facts import Facts, Node, WorkerFacts
-from dataflow.doctor.gather import gather
-from dataflow.doctor.verdict import verdict
-from dataflow.doctor.waiting import trouble
+from dataflow.doctor.facts import Facts, Node, WorkerFacts, gather
+from dataflow.doctor.verdict import bottleneck, trouble, verdict
 from dataflow.errors import DeadlineError, RunError
 from dataflow.folder.run_folder import RunFolder
 from dataflow.history.bottleneck import bounded

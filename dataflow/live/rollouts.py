@@ -20,7 +20,7 @@ from dataflow.errors import RunError
 from dataflow.folder.arrow_reading import read_arrow
 from dataflow.folder.run_folder import RunFolder
 from dataflow.runs.which import counted_files
-from dataflow.tokens.ages import staleness_at
+from dataflow.tokens.ragged import staleness_at
 
 FILES = 24
 """That one question looks into, if they are not too large together."""

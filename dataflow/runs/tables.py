@@ -19,8 +19,7 @@ from dataflow.history.resume import TIMES
 from dataflow.records import DROP_REASON, OF_SOURCE, VERSIONS
 from dataflow.runs.which import TRAINED, Part, check_trainer, fates_of, leaders_of, trainers_of
 from dataflow.system.files import RunFolderError
-from dataflow.tokens.ages import staleness_at, staleness_parts
-from dataflow.tokens.ragged import group_slices
+from dataflow.tokens.ragged import group_slices, staleness_at, staleness_parts
 from dataflow.worker.kept_counts import ENDS, UNITS, known_edges
 
 OUTCOME, NODE, SOURCE, STEP, STALENESS = "outcome", "node", "source", "step", "staleness"

@@ -9,7 +9,7 @@ from collections.abc import Callable, Collection, Mapping
 from typing import Any, TypeAlias
 
 from dataflow.display import EdgeSnapshot, NodeSnapshot, Snapshot
-from dataflow.display.silence import Silence
+from dataflow.display.formatting import Silence
 from dataflow.draw.curve import CURVE_NAMES
 from dataflow.folder.run_folder import RunFolder
 from dataflow.graph import Graph
@@ -316,7 +316,7 @@ class ProgressWatch:
                 if "eval_accuracy" in line:
                     first = self._accuracies[0] if self._accuracies else line["eval_accuracy"]
                     self._accuracies = (first, line["eval_accuracy"])
-                if "loss" in line:
+                else:
                     self._last_step = line
                     if line.get("step", 0) > self._begun:
                         self._outcomes["trained"] += line.get("groups", 0)

@@ -32,7 +32,7 @@ place."""
 Replicas = Mapping[str, Mapping[str, int]]
 """By node: how many replicas are joining, live, leaving."""
 Facts = dict[str, Any]
-"""What a scheduler knows of its run, in plain values: `dataflow.doctor.gather` makes facts of
+"""What a scheduler knows of its run, in plain values: `dataflow.doctor.facts` makes facts of
 it."""
 
 

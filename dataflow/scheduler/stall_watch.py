@@ -7,13 +7,10 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from dataflow.doctor.facts import AWAY
-from dataflow.doctor.gather import gather
-from dataflow.doctor.history import History, busy, marks
+from dataflow.doctor.facts import AWAY, SILENT_S, gather
+from dataflow.doctor.history import History, Stillness, busy, decide, marks
 from dataflow.doctor.report import report
-from dataflow.doctor.stall import Stillness, decide
-from dataflow.doctor.verdict import MOVES_S, verdict
-from dataflow.doctor.waiting import SILENT_S, seconds
+from dataflow.doctor.verdict import MOVES_S, seconds, verdict
 from dataflow.errors import DeadlineError
 from dataflow.folder.run_folder import RunFolder
 from dataflow.scheduler.table import Life, Table, WorkerRecord

@@ -2,7 +2,9 @@
 which the pool does not read.
 """
 
-from collections.abc import Callable, Mapping
+import asyncio
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -80,7 +82,7 @@ class PoolSettings:
     pack: Callable[[list[Any]], bytes]
     """Results of several calls as bytes, for whoever submitted them; of a scorer `values.pack`."""
     describe: Callable[[BaseException], str]
-    """The text that is recorded for an exception; of a scorer `return_values.describe`."""
+    """The text that is recorded for an exception; of a scorer `values.describe`."""
     processes: int = 1
     concurrency: int = 1
     """Calls at once within a process."""
@@ -97,3 +99,41 @@ class PoolSettings:
     def late(self) -> str:
         """The text that is recorded for a call that took too long."""
         return f"{HUNG}: no answer within {self.timeout_s:g} s"
+
+
+# The time limit of a call that asks: its clock stands still while the call rests.
+
+
+class RestingLimit:
+    """The limit of one call. A task that outlives the call rests and works without effect."""
+
+    def __init__(
+        self,
+        limit: asyncio.Timeout,
+        timeout_s: float,
+        *,
+        rests: Callable[[], None] = lambda: None,
+        works: Callable[[], None] = lambda: None,
+    ) -> None:
+        """rests, works: called when the call begins to rest, and when it goes on."""
+        self._limit, self._timeout_s, self._rests, self._works = limit, timeout_s, rests, works
+        self._resting = 0
+        self.is_over = False
+        """Whether the call has ended."""
+
+    @contextlib.contextmanager
+    def rest(self) -> Iterator[None]:
+        """As `Ask.rest`; parts of a call may rest at once."""
+        if self.is_over:
+            yield
+            return
+        self._resting += 1
+        self._rests()
+        self._limit.reschedule(None)
+        try:
+            yield
+        finally:
+            self._resting -= 1
+            if not self._resting and not self.is_over:
+                self._works()
+                self._limit.reschedule(asyncio.get_running_loop().time() + self._timeout_s)

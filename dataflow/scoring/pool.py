@@ -1,5 +1,7 @@
 """A pool of killable processes: each submitted call is answered once, by its value or by its
 failure.
+
+Over 600 lines: the pool and its view of each process are one state, which all its rules read.
 """
 
 import contextlib
@@ -8,27 +10,26 @@ import selectors
 import signal
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
 
 from dataflow.errors import WorkerDied
-from dataflow.scoring.calls import CALLS, PoolSettings
-from dataflow.scoring.failure import DIED
-from dataflow.scoring.process import (
-    AnswerFrame,
-    Asked,
-    CallChunk,
-    CallRange,
-    Encode,
-    PoolProcess,
-    memory_kb,
-    pieces_of,
+from dataflow.scoring.calls import (
+    CALLS,
+    Answers,
+    CallAsks,
+    CallHears,
+    Calls,
+    PoolCloses,
+    PoolSettings,
 )
+from dataflow.scoring.failure import DIED
 from dataflow.scoring.server import (
     PROGRESS_FIELDS,
     EndProcess,
     ForkProcess,
-    Lost,
     ProcessEnded,
     Spawned,
     start_server,
@@ -36,14 +37,34 @@ from dataflow.scoring.server import (
 from dataflow.system.channel import Channel
 from dataflow.system.messages import MessageError
 
-_PATIENCE_S = 10.0
-_STOPPED_S = 1.0
-"""After so many seconds without an answer the server may have been stopped."""
-_MEMORY_LOOK_S = 0.1
-_CLOSE_S = 5.0
-_DEATHS = 3
-_QUICK_S, _SLOW_S = 0.02, 0.2
-_LARGEST_WINDOW = 1024
+# The owner's view of one process of a pool: its channel, its calls, and the call it is making.
+# What runs in the process is `server.make_calls`.
+
+Encode = Callable[[int, int], bytes]
+"""Encodes the arguments of some calls of a job, from one to before another."""
+
+
+@dataclass(frozen=True)
+class CallRange:
+    """Calls of a job that wait for a process."""
+
+    job: int
+    start: int
+    stop: int
+    is_alone: bool = False
+    """Whether it must run alone, because it may have ended a process."""
+
+
+@dataclass
+class CallChunk:
+    """Calls of a job that a process has."""
+
+    job: int
+    start: int
+    open: set[int]
+    """Numbers within the job of calls without an answer."""
+    is_alone: bool
+    sent_s: float
 
 
 @dataclass(frozen=True)
@@ -57,6 +78,182 @@ class Answer:
     body: bytes
     """What those gave that did not fail, in their order, as `PoolSettings.pack` made it; not to be
     looked into where all failed."""
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A call's question, by the call's number in its job."""
+
+    job: int
+    call: int
+    number: int
+    """Number of the question within the call, from 0: a call that is made again asks again."""
+    body: bytes
+
+
+class PoolProcess:
+    """One process as its owner sees it; replaced in place when it ends and another is forked."""
+
+    def __init__(self, number: int, progress: memoryview, concurrency: int, window: int) -> None:
+        self.number = number
+        width = concurrency * PROGRESS_FIELDS
+        self._sources = range(number * width, (number + 1) * width, PROGRESS_FIELDS)
+        self._progress = progress
+        self.window = window
+        self.channel: Channel[Any] | None = None
+        self.begin(None)
+
+    def begin(self, channel: Channel[Any] | None) -> None:
+        """Start over with a new process at the other end."""
+        for source in self._sources:
+            self._progress[source] = -1
+            self._progress[source + 3] = 0
+        self.channel = channel
+        self.pid = 0
+        self.base_kb = 0
+        self.cause = ""
+        self.late: list[tuple[CallChunk, int]] = []
+        self.idle_since: float | None = None
+        self.chunks: dict[int, CallChunk] = {}
+        self.asking: dict[tuple[int, int], CallHears] = {}
+        """By job and call, the waiting question."""
+
+    @property
+    def open_calls(self) -> int:
+        """Calls it has and has not answered."""
+        return sum(len(chunk.open) for chunk in self.chunks.values())
+
+    @property
+    def has_alone(self) -> bool:
+        """Whether it has a call that must stay alone."""
+        return any(chunk.is_alone for chunk in self.chunks.values())
+
+    def send(self, number: int, piece: CallRange, encode: Encode) -> None:
+        """Give it calls; `encode` says with what they are made."""
+        calls = set(range(piece.start, piece.stop))
+        self.chunks[number] = CallChunk(
+            piece.job, piece.start, calls, piece.is_alone, time.monotonic()
+        )
+        self.idle_since = None
+        self.post(Calls(number, len(calls)), encode(piece.start, piece.stop))
+
+    def post(self, message: Any, body: bytes | None = None) -> None:
+        """Send a message, if it is there."""
+        if self.channel is not None:
+            with contextlib.suppress(OSError):  # that it is gone shows when reading
+                self.channel.post(message, body=body)
+
+    def tell(self, job: int, call: int, number: int, body: bytes) -> None:
+        """Answer a question; a call that does not wait for it hears nothing."""
+        waiting = self.asking.get((job, call))
+        if waiting is not None and waiting.number == number:
+            del self.asking[job, call]
+            self.post(waiting, body)
+
+    def read(self) -> tuple[list[tuple[CallChunk, Answer | Asked]], bool]:
+        """Answers and questions that came, by chunk, and whether it is gone or writes nonsense."""
+        assert self.channel is not None
+        frames: list[tuple[CallChunk, Answer | Asked]] = []
+        try:
+            frames.extend(map(self._frame, self.channel.arrived()))
+        except (EOFError, OSError, KeyError, ValueError):
+            return frames, True
+        return frames, False
+
+    def _frame(self, message: Any) -> tuple[CallChunk, Answer | Asked]:
+        assert self.channel is not None
+        if not isinstance(message, Answers | CallAsks) or not self.channel.bodies:
+            raise ValueError("neither answers nor a question")
+        chunk, body = self.chunks[message.chunk], self.channel.bodies.popleft()
+        calls = message.calls if isinstance(message, Answers) else [message.call]
+        calls = [call + chunk.start for call in calls]
+        if not chunk.open.issuperset(calls):
+            raise ValueError("of calls that are not open")
+        self.idle_since = None
+        if isinstance(message, CallAsks):
+            self.asking[chunk.job, calls[0]] = CallHears(
+                message.chunk, message.call, message.number
+            )
+            return chunk, Asked(chunk.job, calls[0], message.number, body)
+        chunk.open.difference_update(calls)
+        if not chunk.open:
+            del self.chunks[message.chunk]
+        for call in calls:
+            self.asking.pop((chunk.job, call), None)
+        failures = {call + chunk.start: text for call, text in message.failures.items()}
+        return chunk, Answer(chunk.job, calls, failures, body)
+
+    def running(
+        self, before_ns: int | None = None, *, is_at: bool = False
+    ) -> list[tuple[CallChunk, int]]:
+        """Calls that are being made; only those begun before a time of the monotonic clock, if
+        given; is_at: only the one whose own code is what the process is at, where calls ask.
+        """
+        progress, running = self._progress, []
+        for source in self._sources:
+            number, call, since_ns, is_busy, *_ = fields = progress[
+                source : source + PROGRESS_FIELDS
+            ].tolist()
+            if (
+                number < 0
+                or (before_ns is not None and since_ns >= before_ns)
+                or (is_at and not is_busy)
+            ):
+                continue
+            chunk = self.chunks.get(number)
+            is_steady = fields == progress[source : source + PROGRESS_FIELDS].tolist()
+            if is_steady and chunk is not None and chunk.start + call in chunk.open:
+                running.append((chunk, chunk.start + call))
+        return running
+
+    def is_silent(self, now: float, patience_s: float) -> bool:
+        """Whether it has had calls for a while and made none: stopped, or lost before the first."""
+        if self.asking or any(self._progress[source] >= 0 for source in self._sources):
+            self.idle_since = None
+        elif self.idle_since is None:
+            self.idle_since = now
+        return self.idle_since is not None and now - self.idle_since > patience_s
+
+    def grown_kb(self) -> int:
+        """Kilobytes it has taken since it began; 0 where that cannot be told."""
+        return memory_kb(self.pid) - self.base_kb if self.pid else 0
+
+
+def pieces_of(chunks: Iterable[CallChunk]) -> list[CallRange]:
+    """The open calls of some chunks as pieces, neighbours together."""
+    pieces: list[CallRange] = []
+    for chunk in chunks:
+        for call in sorted(chunk.open):
+            last = pieces[-1] if pieces else None
+            if (
+                last
+                and not chunk.is_alone
+                and (last.job, last.stop, last.is_alone) == (chunk.job, call, False)
+            ):
+                pieces[-1] = CallRange(chunk.job, last.start, call + 1)
+            else:
+                pieces.append(CallRange(chunk.job, call, call + 1, chunk.is_alone))
+    return pieces
+
+
+def memory_kb(pid: int) -> int:
+    """Kilobytes of memory that a process holds, mapped files left out; 0 where that cannot be
+    told.
+    """
+    with contextlib.suppress(OSError, ValueError), Path(f"/proc/{pid}/status").open() as status:
+        sizes = (line.split()[1] for line in status if line.startswith(("RssAnon:", "RssShmem:")))
+        return sum(int(kb) for kb in sizes)
+    return 0
+
+
+_PATIENCE_S = 10.0
+_STOPPED_S = 1.0
+"""After so many seconds without an answer the server may have been stopped."""
+_MEMORY_LOOK_S = 0.1
+_CLOSE_S = 5.0
+_DEATHS = 3
+_QUICK_S, _SLOW_S = 0.02, 0.2
+_LARGEST_WINDOW = 1024
 
 
 @dataclass
@@ -150,12 +347,13 @@ class Pool:
         with contextlib.suppress(OSError):  # that the server is gone shows when reading
             self._control.flush()
         for key, events in self._selector.select(0):
-            process = key.data
+            process: PoolProcess | None = key.data
             if process is None:
                 self._read_replies()
-            elif process.channel is key.fileobj:
+            elif (channel := process.channel) is not None and channel is key.fileobj:
                 if events & selectors.EVENT_WRITE:
-                    process.flush()
+                    with contextlib.suppress(OSError):
+                        channel.flush()
                     self._listen(process)
                 if events & selectors.EVENT_READ:
                     self._read(process)
@@ -182,7 +380,7 @@ class Pool:
         """End every process, within 5 seconds; calls that ask give back what they hold before."""
         for process in self._processes:
             if self._settings.asks:
-                process.dismiss()
+                process.post(PoolCloses())
             self._close_channel(process)
         self._control.close()
         self._server.let_go_on()
@@ -206,11 +404,11 @@ class Pool:
             self._control.post(ForkProcess(process.number), [theirs.fileno()])
         self._orders.append(time.monotonic())
 
-    def _end(self, process: PoolProcess, order: type[EndProcess] | type[Lost] = EndProcess) -> None:
+    def _end(self, process: PoolProcess, *, is_lost: bool = False) -> None:
         self.restarts += 1
         self._close_channel(process)
         with contextlib.suppress(OSError):
-            self._control.post(order(process.number))
+            self._control.post(EndProcess(process.number, is_lost))
         self._orders.append(time.monotonic())
 
     def _close_channel(self, process: PoolProcess) -> None:
@@ -291,22 +489,21 @@ class Pool:
 
     def _read(self, process: PoolProcess) -> None:
         frames, is_over = process.read()
-        for frame in frames:
+        for chunk, frame in frames:
+            self._deaths = self._blameless = 0
             if isinstance(frame, Asked):
-                self._deaths = self._blameless = 0
                 self._asked.append(frame)
                 continue
-            self._deaths = self._blameless = 0
             self._answer(frame)
-            if not frame.chunk.open:
-                self._pace(process, time.monotonic() - frame.chunk.sent_s)
+            if not chunk.open:
+                self._pace(process, time.monotonic() - chunk.sent_s)
         if is_over and (self._control.is_abandoned or self._server.poll() is not None):
             self._restart_server()  # its processes have ended with it
         elif (
             is_over and process.pid
         ):  # else the server had its end, and is about to say that it started, or ends itself
             self._deaths += 1
-            self._end(process, Lost)
+            self._end(process, is_lost=True)
 
     def _pace(self, process: PoolProcess, took_s: float) -> None:
         """Several processes share the calls in pieces that grow while they come back quickly; where
@@ -319,13 +516,12 @@ class Pool:
         elif self._settings.processes > 1 and took_s > _SLOW_S:
             process.window = max(process.window // 2, self._window)
 
-    def _answer(self, frame: AnswerFrame) -> None:
-        number = frame.chunk.job
-        job = self._jobs[number]
-        job.calls_left -= len(frame.calls)
+    def _answer(self, answer: Answer) -> None:
+        job = self._jobs[answer.job]
+        job.calls_left -= len(answer.calls)
         if not job.calls_left:
-            del self._jobs[number]
-        self._answers.append(Answer(number, frame.calls, frame.failures, frame.body))
+            del self._jobs[answer.job]
+        self._answers.append(answer)
 
     # Limits and ends
 
@@ -408,7 +604,7 @@ class Pool:
 
     def _fail(self, chunk: CallChunk, call: int, text: str) -> None:
         chunk.open.discard(call)
-        self._answer(AnswerFrame(chunk, [call], {call: text}))
+        self._answer(Answer(chunk.job, [call], {call: text}, b""))
 
     def _how_it_ended(self, status: int | None) -> str:
         if status is None:

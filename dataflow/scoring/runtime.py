@@ -1,17 +1,19 @@
-"""The runtime of a scorer: rows come in, and leave with one more column; failures are recorded.
+"""The runtime of a scorer, and of a filter: rows come in, and leave with one more column; failures
+are recorded.
 
-A call goes `_submit`, `Caller.submit`, `server.make_calls` (in a process of the pool), the user's
-function. Its answer comes back by `Caller.poll`, `_take`, `_fail`, `_scored_records`.
+A call goes `_submit`, `Pool.submit`, `server.make_calls` (in a process of the pool), the user's
+function. Its answer comes back by `Pool.poll`, `_take`, `_fail`, `_scored_records`.
 """
 
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 
 from dataflow.errors import RecordError
 from dataflow.records import (
@@ -24,21 +26,93 @@ from dataflow.records import (
     note_column,
 )
 from dataflow.runtime import Batch, Context, Runtime
-from dataflow.scoring.callers import Caller, caller_of
+from dataflow.scoring.calls import PoolSettings
 from dataflow.scoring.failure import DIED, HUNG, RAISED, RolloutFailure, status_of
-from dataflow.scoring.knobs import ScorerKnobs
-from dataflow.scoring.pool import Answer
-from dataflow.scoring.signature import NOTED, Signature
-from dataflow.scoring.values import encode, error_column, unpack
+from dataflow.scoring.pool import Answer, Encode, Pool
+from dataflow.scoring.signature import NOTED, Signature, code_of
+from dataflow.scoring.values import (
+    WORLD_ERRORS,
+    describe,
+    encode,
+    error_column,
+    pack,
+    prepare,
+    unpack,
+)
 from dataflow.tokens.ragged import gather
+
+if TYPE_CHECKING:
+    from dataflow.scorer import Scorer
+
+
+class InWorker:
+    """Makes the calls of one job at a time in this process, with no limits."""
+
+    restarts = 0
+    at_work = 0.0
+
+    def __init__(self, settings: PoolSettings) -> None:
+        self._settings = settings
+        self._jobs: deque[tuple[int, int, Encode]] = deque()
+        self._next_job = 0
+
+    @property
+    def open_calls(self) -> int:
+        """Calls submitted and not yet answered."""
+        return sum(calls for _, calls, _ in self._jobs)
+
+    def waits(self) -> Sequence[int]:
+        """None: `poll` makes the calls itself."""
+        return ()
+
+    def submit(self, calls: int, encode: Encode) -> int:
+        """Take a job; its number."""
+        self._jobs.append((self._next_job, calls, encode))
+        self._next_job += 1
+        return self._next_job - 1
+
+    def poll(self) -> list[Answer]:
+        """Make the calls of the oldest job."""
+        if not self._jobs:
+            return []
+        job, calls, encode = self._jobs.popleft()
+        call = self._settings.prepare(encode(0, calls))
+        values: list[Any] = []
+        failures: dict[int, str] = {}
+        for index in range(calls):
+            try:
+                values.append(call(index))
+            except (Exception, SystemExit) as error:
+                failures[index] = self._settings.describe(error)
+        return [Answer(job, list(range(calls)), failures, self._settings.pack(values))]
+
+    def close(self) -> None:
+        """Drop the calls that were not made."""
+        self._jobs.clear()
+
+
+def caller_of(scorer: "Scorer[..., Any]") -> Pool | InWorker:
+    """The caller of a scorer: a pool, whose server is forked here, or this process.
+
+    Both make calls by `prepare` and describe their exceptions by `describe`: in a pool's processes
+    `server.make_calls` does so.
+    """
+    code = code_of(scorer.function) or scorer.function.__code__
+    settings = PoolSettings(
+        prepare=partial(prepare, scorer),
+        pack=partial(pack, scorer),
+        describe=partial(describe, code=code, world=(*WORLD_ERRORS, *scorer.world)),
+        processes=scorer.processes,
+        concurrency=scorer.concurrency,
+        is_async=scorer.signature.is_async,
+        timeout_s=scorer.timeout_s,
+        memory_mb=scorer.memory_mb,
+    )
+    return Pool(settings) if scorer.isolate else InWorker(settings)
+
 
 _ROOM = 2048
 _HOLD_S = 0.05
-
-
-def build(scorer: ScorerKnobs[..., Any], context: Context) -> "Scoring":
-    """The runtime of a scorer; forks its pool's server where it is isolated."""
-    return Scoring(scorer, context, caller_of(scorer))
 
 
 @dataclass(eq=False)
@@ -97,11 +171,17 @@ class Scoring(Runtime):
     unblocked by: their answers, or the limits of time and memory
     """
 
-    def __init__(self, scorer: ScorerKnobs[..., Any], context: Context, caller: Caller) -> None:
+    def __init__(
+        self,
+        scorer: "Scorer[..., Any]",
+        context: Context,
+        caller: Pool | InWorker | None = None,
+    ) -> None:
+        """caller: what makes the calls; None: the scorer's own, whose server is forked here."""
         self._scorer = scorer
         self._clock = context.clock
         self._log = context.log
-        self._caller = caller
+        self._caller = caller or caller_of(scorer)
         self._room = max(_ROOM, 4 * scorer.processes * scorer.concurrency)
         self._jobs: dict[int, _Job] = {}
         self._held: list[_HeldBatch] = []
@@ -362,3 +442,19 @@ def _is_good(records: pa.RecordBatch) -> AnyArray:
         if at >= 0 and records.column(at).null_count < records.num_rows:
             good &= records.column(at).is_null().to_numpy(zero_copy_only=False)
     return good
+
+
+class Filtering(Scoring):
+    """Passes every group on, with `drop_reason` set on those that its function dropped.
+
+    consumes, produces, waits for, unblocked by: as Scoring. Rows are not made smaller: a dropped
+    group's next stop is the trainer, and it must fit the same schema there.
+    """
+
+    def _written(self, records: pa.RecordBatch, scores: pa.Array) -> pa.RecordBatch:
+        is_dropped = pc.fill_null(pc.invert(scores), False)
+        reasons = pc.if_else(is_dropped, self._scorer.name, pa.scalar(None, pa.string()))
+        at = records.schema.get_field_index(DROP_REASON)
+        if at < 0:
+            return records.append_column(DROP_REASON, reasons)
+        return records.set_column(at, DROP_REASON, pc.coalesce(records.column(at), reasons))

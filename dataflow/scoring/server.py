@@ -29,8 +29,8 @@ from dataflow.scoring.calls import (
     Calls,
     PoolCloses,
     PoolSettings,
+    RestingLimit,
 )
-from dataflow.scoring.resting import RestingLimit
 from dataflow.system.channel import Channel
 from dataflow.system.child import Child, fork
 from dataflow.system.interrupts import leave_to_leader
@@ -370,15 +370,11 @@ class ForkProcess(Message):
 
 
 class EndProcess(Message):
-    """End a process."""
+    """End a process, and say how it ended."""
 
     process: int
-
-
-class Lost(Message):
-    """A process has closed its channel: say how it ended, and end it if it has not."""
-
-    process: int
+    is_lost: bool
+    """Whether it has closed its channel, and is about to end by itself."""
 
 
 class Spawned(Message):
@@ -396,9 +392,7 @@ class ProcessEnded(Message):
     """None: it had closed its channel, and was still alive."""
 
 
-SERVER: Codec[Any] = Codec(
-    "scorers-server", 1, ForkProcess, EndProcess, Lost, Spawned, ProcessEnded
-)
+SERVER: Codec[Any] = Codec("scorers-server", 1, ForkProcess, EndProcess, Spawned, ProcessEnded)
 
 
 def start_server(progress: memoryview, settings: PoolSettings) -> tuple[Channel[Any], Child]:
@@ -444,12 +438,10 @@ def _serve(control: Channel[Any], owner: int, progress: memoryview, settings: Po
                         processes[number] = _spawn(end, number, progress, settings)
                         os.close(end)
                         control.send(Spawned(number, processes[number].pid))
-                    case EndProcess():
-                        control.send(ProcessEnded(number, processes.pop(number).end(0.0)))
-                    case Lost():
-                        lost = processes.pop(number)
-                        lives = not lost.ended_within(_LAST_BREATH_S)
-                        status = lost.end(0.0)
+                    case EndProcess(is_lost=is_lost):
+                        process = processes.pop(number)
+                        lives = is_lost and not process.ended_within(_LAST_BREATH_S)
+                        status = process.end(0.0)
                         control.send(ProcessEnded(number, None if lives else status))
     except (OSError, EOFError):
         pass

@@ -5,15 +5,133 @@ What an array more asks for is in CONTRIBUTING.md ("Add a column per token").
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 
-from dataflow.records import LOGPROBS, MASK, SAMPLING_MASK, TOKENS, VERSIONS, AnyArray
-from dataflow.tokens.ragged import flat, list_lengths, one_chunk, per_token
-from dataflow.tokens.sampling_mask import SamplingMask
+from dataflow.errors import RecordError
+from dataflow.records import LOGPROBS, MASK, ROLLOUT_ID, SAMPLING_MASK, TOKENS, VERSIONS, AnyArray
+from dataflow.tokens.ragged import check_lengths, flat, gather, list_lengths, one_chunk, per_token
+
+# The ids that truncation left where tokens were drawn: a rollout's sampling mask, which few runs
+# record.
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class SamplingMask:
+    """Which ids truncation (top_k, top_p, min_p) left where some tokens were drawn, token after
+    token.
+
+    It belongs to a token of a rollout, not to a text: equal texts may differ in it, because they
+    were drawn from other versions of the weights or with other knobs. A token without ids was drawn
+    from the whole vocabulary, or not drawn.
+    """
+
+    ids: AnyArray
+    """int32 [K], the ids of one token after the other."""
+    offsets: AnyArray
+    """int64 [tokens + 1] into `ids`."""
+
+    @staticmethod
+    def of(lists: Sequence[AnyArray], *, before: int = 0) -> SamplingMask:
+        """From the ids of each token, behind so many from which nothing was left out."""
+        return SamplingMask(
+            np.concatenate([np.zeros(0, np.int32), *lists]),
+            np.concatenate(
+                [
+                    np.zeros(before + 1, np.int64),
+                    np.cumsum([len(ids) for ids in lists], dtype=np.int64),
+                ]
+            ),
+        )
+
+    @staticmethod
+    def of_lists(column: pa.ListArray) -> SamplingMask:
+        """From a list of ids for each token; null, like an empty one: all were left."""
+        offsets = np.concatenate(
+            [[0], np.cumsum(pc.list_value_length(column).fill_null(0).to_numpy())]
+        )
+        return SamplingMask(flat(column), offsets.astype(np.int64))
+
+    @staticmethod
+    def of_rows(rows: pa.Table, ids: AnyArray, offsets: AnyArray) -> SamplingMask | None:
+        """That of all rows end to end, from their column; None where no token was drawn from less
+        than the vocabulary.
+
+        ids, offsets: as in `RolloutTokens.of_rows`. Raises RecordError where it leaves out the
+        token drawn.
+        """
+        column, tokens = one_chunk(rows, SAMPLING_MASK), np.diff(offsets)
+        has = column.is_valid().to_numpy(zero_copy_only=False)
+        lengths = np.where(has, pc.list_value_length(column).fill_null(0), tokens)
+        check_lengths(lengths, SAMPLING_MASK, rows, offsets)
+        lists = column.flatten()
+        ids_left = flat(lists)
+        if not len(ids_left):
+            return None
+        counts = np.zeros(len(ids), np.int64)
+        counts[np.repeat(has, tokens)] = (
+            pc.list_value_length(lists).fill_null(0).to_numpy(zero_copy_only=False)
+        )
+        drawn = np.bincount(
+            np.repeat(np.arange(len(ids)), counts)[ids_left == np.repeat(ids, counts)],
+            minlength=len(ids),
+        )
+        wrong = np.flatnonzero((counts > 0) & (drawn == 0))
+        if len(wrong):
+            row = int(np.searchsorted(offsets, wrong[0], side="right")) - 1
+            raise RecordError(
+                f"column '{SAMPLING_MASK}' of rollout {rows.column(ROLLOUT_ID)[row].as_py()} leaves"
+                f" out token {ids[wrong[0]]} at {wrong[0] - offsets[row]}, which was drawn there;"
+                " give the ids that truncation left, the drawn one among them, or null"
+            )
+        return SamplingMask(ids_left, np.r_[0, np.cumsum(counts)])
+
+    @staticmethod
+    def none(tokens: int) -> SamplingMask:
+        """The mask of tokens from which nothing was left out."""
+        return SamplingMask(np.zeros(0, np.int32), np.zeros(tokens + 1, np.int64))
+
+    @staticmethod
+    def joined(parts: Sequence[SamplingMask]) -> SamplingMask:
+        """Several, end to end."""
+        counts = np.concatenate([np.diff(part.offsets) for part in parts])
+        return SamplingMask(
+            np.concatenate([part.ids for part in parts]),
+            np.concatenate([[0], np.cumsum(counts)]).astype(np.int64),
+        )
+
+    def lists(self) -> list[AnyArray]:
+        """The ids of each token."""
+        return [self.ids[first:end] for first, end in itertools.pairwise(self.offsets.tolist())]
+
+    def __getitem__(self, cut: slice) -> SamplingMask:
+        """The mask of neighbouring tokens; views."""
+        first, end, _ = cut.indices(len(self.offsets) - 1)
+        offsets = self.offsets[first : max(first, end) + 1]
+        return SamplingMask(self.ids[offsets[0] : offsets[-1]], offsets - offsets[0])
+
+    def take(self, tokens: AnyArray) -> SamplingMask | None:
+        """Those of some tokens, in their order; None where truncation left out nothing of any."""
+        at, offsets = gather(self.offsets, tokens)
+        return SamplingMask(self.ids[at], offsets) if len(at) else None
+
+    def column(self, offsets: AnyArray) -> pa.ListArray:
+        """A list per rollout, and in it a list per token: null where nothing was left out.
+
+        offsets: int32 [rollouts + 1], where each rollout begins.
+        """
+        inner = pa.ListArray.from_arrays(
+            self.offsets.astype(np.int32),
+            pa.array(self.ids, pa.int32()),
+            mask=pa.array(np.diff(self.offsets) == 0),
+        )
+        return pa.ListArray.from_arrays(offsets, inner)
+
 
 NO_VERSION = -1
 """The version of a token that no policy drew."""

@@ -8,17 +8,15 @@ from typing import Any
 from dataflow.system.channel import Channel
 from dataflow.system.interrupts import leave_to_leader
 from dataflow.system.priority import step_back
-from dataflow.trackers import messages
+from dataflow.trackers.chosen import SEND_S, TRACKER_CODEC, TrackRun
 
 
 def main() -> None:
     """Tell the tracker that the first message names, until the run is over or nobody leads it."""
     leave_to_leader()
-    channel: Channel[Any] = Channel(
-        socket.socket(fileno=int(sys.argv[1])), messages.TRACKER_CODEC, messages.SEND_S
-    )
-    order = channel.receive(messages.SEND_S)
-    assert isinstance(order, messages.TrackRun), "it is said first"
+    channel: Channel[Any] = Channel(socket.socket(fileno=int(sys.argv[1])), TRACKER_CODEC, SEND_S)
+    order = channel.receive(SEND_S)
+    assert isinstance(order, TrackRun), "it is said first"
     if order.steps_back:
         step_back()
     from dataflow.trackers.process import track  # at the priority of a tracker

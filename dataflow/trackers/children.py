@@ -23,8 +23,19 @@ from dataflow.system import processes
 from dataflow.system.channel import Channel
 from dataflow.system.child import KILL_S, Child, fork, program
 from dataflow.system.messages import MessageError
-from dataflow.trackers import messages
-from dataflow.trackers.chosen import ChosenTracker
+from dataflow.trackers.chosen import (
+    SEND_S,
+    TRACKER_CODEC,
+    ChosenTracker,
+    LeaveRun,
+    RunIsOver,
+    TrackerAt,
+    TrackerDone,
+    TrackerFailed,
+    TrackerSees,
+    TrackerToldOf,
+    TrackRun,
+)
 from dataflow.worker.cpu_watchdog import LOOK_S, CpuWatchdog
 
 STEPS_BACK = True
@@ -69,7 +80,7 @@ class TrackerChild:
     has_shown: bool = False
     """Whether people know where to look."""
     is_done: bool = False
-    failure: messages.TrackerFailed | None = None
+    failure: TrackerFailed | None = None
     killed: str = ""
     """Why it was killed; empty: it was not."""
     leaves_until: float | None = None
@@ -127,7 +138,7 @@ class TrackersOfRun:
         if self._outcome is None:
             self._outcome, self._within_s, self._until = outcome, within_s, self._clock() + within_s
             for tracker in self.trackers:
-                self._post(tracker, messages.RunIsOver(outcome=outcome))
+                self._post(tracker, RunIsOver(outcome=outcome))
 
     def end(self, outcome: str, say: Callable[[str], object], within_s: float = math.inf) -> None:
         """The run is over, and trackers take in what is left: wait for that, up to `Limits.track_s`
@@ -210,7 +221,7 @@ class TrackersOfRun:
         return True
 
     def _start(self, tracker: TrackerChild, now: float) -> None:
-        channel, theirs = Channel.pair(messages.TRACKER_CODEC)
+        channel, theirs = Channel.pair(TRACKER_CODEC)
         prints, inner = os.pipe()
         os.set_blocking(prints, False)
         tracker.channel, tracker.prints, tracker.printed = channel, prints, 0
@@ -228,7 +239,7 @@ class TrackersOfRun:
             os.close(inner)
         self._post(
             tracker,
-            messages.TrackRun(
+            TrackRun(
                 folder=str(self._folder.path),
                 tracker=tracker.chosen,
                 path=[entry or str(Path.cwd()) for entry in sys.path],
@@ -238,7 +249,7 @@ class TrackersOfRun:
             ),
         )
         if self._outcome is not None:
-            self._post(tracker, messages.RunIsOver(outcome=self._outcome))
+            self._post(tracker, RunIsOver(outcome=self._outcome))
 
     def _process(self, theirs: Any, inner: int) -> Child:
         if not self._forks:
@@ -257,8 +268,8 @@ class TrackersOfRun:
 
             os.dup2(inner, 1)
             os.dup2(inner, 2)
-            channel: Channel[Any] = Channel(theirs, messages.TRACKER_CODEC, messages.SEND_S)
-            return track(channel.receive(messages.SEND_S), channel)
+            channel: Channel[Any] = Channel(theirs, TRACKER_CODEC, SEND_S)
+            return track(channel.receive(SEND_S), channel)
 
         return fork(body, leads=True, keep=(theirs.fileno(), inner), ends_with_parent=9)
 
@@ -313,20 +324,20 @@ class TrackersOfRun:
 
     def _take(self, tracker: TrackerChild, message: Any, now: float) -> None:
         match message:
-            case messages.TrackerAt(call=call):
+            case TrackerAt(call=call):
                 tracker.call = call
-            case messages.TrackerSees(text=text):
+            case TrackerSees(text=text):
                 if not tracker.has_shown:
                     tracker.has_shown = True
                     self._say(f"{tracker.chosen.name}: {text}")
-            case messages.TrackerToldOf():
+            case TrackerToldOf():
                 tracker.well_since = now if tracker.well_since is None else tracker.well_since
                 if tracker.is_told and now - tracker.well_since >= self._limits.track_s:
                     self._say(f"tracker {tracker.chosen.name} takes in the run again")
                     tracker.is_told, tracker.fails = False, 0
-            case messages.TrackerFailed():
+            case TrackerFailed():
                 tracker.failure = message
-            case messages.TrackerDone():
+            case TrackerDone():
                 tracker.is_done = True
 
     def _ended(self, tracker: TrackerChild) -> None:
@@ -422,7 +433,7 @@ class TrackersOfRun:
     def _leave(self, tracker: TrackerChild) -> None:
         """Have it bring out what it took in, and end, where it can."""
         if tracker.process is not None and tracker.leaves_until is None:
-            self._post(tracker, messages.LeaveRun())
+            self._post(tracker, LeaveRun())
             tracker.leaves_until = time.monotonic() + LEAVE_S
 
     def _clear(self, tracker: TrackerChild) -> None:

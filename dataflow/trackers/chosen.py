@@ -1,5 +1,5 @@
 """Which trackers a run has: by name, by reference, or as they are; checked before the run begins,
-and sent as JSON.
+and sent as JSON. At the end what the run and a tracker's process say to each other.
 """
 
 import dataclasses
@@ -15,6 +15,7 @@ from typing import Any, TypeAlias
 
 from dataflow.errors import GraphError, nearest
 from dataflow.system.files import to_json
+from dataflow.system.messages import Codec, Message
 from dataflow.trackers.tracker import Tracker
 
 TRACK = "track"
@@ -231,3 +232,88 @@ def recorded_names(chosen: Sequence[ChosenTracker]) -> list[str] | None:
     again.
     """
     return [tracker.name for tracker in chosen if tracker.name in LIBRARIES] or None
+
+
+# What a tracker's process and the run say to each other.
+
+LONGEST = 600
+"""Characters of a text for people."""
+SEND_S = 5.0
+"""For the other side to read."""
+
+# From a tracker's process
+
+
+class TrackerAt(Message):
+    """A sign of life."""
+
+    call: str
+    """Of the tracker, that begins now; empty: it waits for lines."""
+
+
+class TrackerSees(Message):
+    """Where to look."""
+
+    text: str
+
+
+class TrackerToldOf(Message):
+    """A batch was taken in."""
+
+    lines: int
+
+
+class TrackerFailed(Message):
+    """It ends."""
+
+    call: str
+    error: str
+
+
+class TrackerDone(Message):
+    """All is told; it ends."""
+
+
+# To a tracker's process
+
+
+class TrackRun(Message):
+    """Tell a tracker of a run; the first message."""
+
+    folder: str
+    tracker: ChosenTracker
+    path: Sequence[str]
+    """Where modules are found."""
+    leader: int
+    """The scheduler whose tracker this is; 0: whoever that is."""
+    within_s: float
+    """To take in what is left, once nobody leads the run."""
+    steps_back: bool
+    """Whether it has what nobody else wants of processors and disks."""
+
+
+class RunIsOver(Message):
+    """Tell what is left, and finish."""
+
+    outcome: str
+    """finished | stopped | failed | died."""
+
+
+class LeaveRun(Message):
+    """End, so that another goes on from there later: the run's disk is full, or nobody waits any
+    more.
+    """
+
+
+TRACKER_CODEC: Codec[Any] = Codec(
+    "tracker",
+    1,
+    TrackerAt,
+    TrackerSees,
+    TrackerToldOf,
+    TrackerFailed,
+    TrackerDone,
+    TrackRun,
+    RunIsOver,
+    LeaveRun,
+)

@@ -29,7 +29,17 @@ from dataflow.runs.which import TRAINED, Part, trainers_of
 from dataflow.system.channel import Channel
 from dataflow.system.files import RunFolderError
 from dataflow.system.messages import MessageError
-from dataflow.trackers import messages
+from dataflow.trackers.chosen import (
+    LONGEST,
+    LeaveRun,
+    RunIsOver,
+    TrackerAt,
+    TrackerDone,
+    TrackerFailed,
+    TrackerSees,
+    TrackerToldOf,
+    TrackRun,
+)
 from dataflow.trackers.tail import FOLDER, RunTail, TrackerPlace
 from dataflow.trackers.tracker import (
     TEXT,
@@ -268,7 +278,7 @@ class TrackerProcess:
     unblocked by: the run, its end
     """
 
-    def __init__(self, order: messages.TrackRun, channel: Channel[Any]) -> None:
+    def __init__(self, order: TrackRun, channel: Channel[Any]) -> None:
         folder = RunFolder.open(order.folder)
         chosen = order.tracker
         self._folder, self._chosen, self._channel = folder, chosen, channel
@@ -295,12 +305,12 @@ class TrackerProcess:
             self._place.kept = run.kept
             self._place.write_to(self._folder, self._chosen.name)
         except _Leaves:
-            return self._end(messages.TrackerFailed(call=self._call, error="left"))
+            return self._end(TrackerFailed(call=self._call, error="left"))
         except BaseException as error:
             with contextlib.suppress(OSError):  # the run that reads it may be gone
                 traceback.print_exc()
-            return self._end(messages.TrackerFailed(call=self._call, error=in_one_line(error)))
-        return self._end(messages.TrackerDone())
+            return self._end(TrackerFailed(call=self._call, error=in_one_line(error)))
+        return self._end(TrackerDone())
 
     def _begin(self, tracker: Tracker) -> TrackedRun:
         graph, config = described(self._folder)
@@ -317,7 +327,7 @@ class TrackerProcess:
         self._keep(run)
         self._settling = Settling(tracker.settles_s, time.monotonic)
         if where_to_look:
-            self._post(messages.TrackerSees(text=str(where_to_look)[: messages.LONGEST]))
+            self._post(TrackerSees(text=str(where_to_look)[:LONGEST]))
         return run
 
     def _follow(self, tracker: Tracker, run: TrackedRun) -> None:
@@ -376,7 +386,7 @@ class TrackerProcess:
             self._at("flush")
             tracker.flush()
             self._keep(run)
-            self._post(messages.TrackerToldOf(lines=lines))
+            self._post(TrackerToldOf(lines=lines))
         return lines
 
     def _tell_rollouts(self, tracker: Tracker, figures: StepFigures) -> None:
@@ -422,9 +432,9 @@ class TrackerProcess:
         is_led = not seconds or self._leader.is_there
         try:
             for message in self._channel.arrived() if self._channel.readable(seconds) else ():
-                if isinstance(message, messages.RunIsOver):
+                if isinstance(message, RunIsOver):
                     self._outcome = message.outcome
-                self._leaves |= isinstance(message, messages.LeaveRun)
+                self._leaves |= isinstance(message, LeaveRun)
         except (EOFError, OSError, MessageError):
             is_led = False
         if not is_led:
@@ -481,7 +491,7 @@ class TrackerProcess:
         with contextlib.suppress(OSError):
             self._channel.flush()
             if not self._channel.has_output:
-                self._channel.post(messages.TrackerAt(call=self._call))
+                self._channel.post(TrackerAt(call=self._call))
 
     def _post(self, message: Any) -> None:
         with contextlib.suppress(OSError):  # that the run is gone shows when reading
@@ -490,10 +500,10 @@ class TrackerProcess:
     def _end(self, message: Any) -> int:
         with contextlib.suppress(OSError):
             self._channel.send(message)
-        return 0 if isinstance(message, messages.TrackerDone) else 1
+        return 0 if isinstance(message, TrackerDone) else 1
 
 
-def track(order: messages.TrackRun, channel: Channel[Any]) -> int:
+def track(order: TrackRun, channel: Channel[Any]) -> int:
     """The body of a tracker's process; the exit status."""
     warnings.simplefilter("default")  # what a library says of its future is no failure
     sys.path[:] = [*order.path, *(entry for entry in sys.path if entry not in order.path)]

@@ -25,8 +25,7 @@ from dataflow.keep import Keep
 from dataflow.node import Operator
 from dataflow.planning.wiring import edges
 from dataflow.records import Columns
-from dataflow.scorer import Scorer
-from dataflow.scoring.forms import adapt, split_form
+from dataflow.scorer import Scorer, adapt, split_form
 
 MOST_BYTES = 256 << 10
 """The most bytes of a module's text, which every snapshot of the scheduler and every start of a

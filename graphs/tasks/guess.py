@@ -8,7 +8,7 @@ import random
 from collections.abc import Iterator
 from pathlib import Path
 
-from graphs.tasks.held_out import is_held_out
+from graphs.tasks import is_held_out
 from operators.warm_start import EOS, warm_start
 
 DIGITS = "0123456789abcdef"

@@ -8,7 +8,7 @@ import random
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from graphs.tasks.held_out import is_held_out
+from graphs.tasks import is_held_out
 from operators.chat.tool_calls import TextCalls
 from operators.warm_start import EOS, warm_start
 

@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 from dataflow import Model
 from dataflow.planning.this_machine import quick_dtype
-from graphs.tasks.held_out import is_held_out
+from graphs.tasks import is_held_out
 from operators import Prompts
 
 ASK = "Answer with the number only."

@@ -6,7 +6,7 @@ import random
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from graphs.tasks.held_out import is_held_out
+from graphs.tasks import is_held_out
 from operators.warm_start import warm_start
 
 LETTERS = "abcdefghijklmnopqrstuvwxyz"

@@ -22,9 +22,8 @@ import xxhash
 from dataflow.errors import RunError, WorkerDied
 from dataflow.records import AnyArray
 from dataflow.scoring.failure import DIED, HUNG, RAISED, UNUSABLE, WORLD
-from dataflow.scoring.pool import Answer
-from dataflow.scoring.process import Asked, Encode
-from dataflow.scoring.return_values import Unscored, applying, checker
+from dataflow.scoring.pool import Answer, Asked, Encode
+from dataflow.scoring.values import Unscored, applying, checker
 from dataflow.tokens.rollout_tokens import RolloutTokens
 from operators.agents.declaration import WITHOUT, AgentKnobs
 from operators.agents.host_line import EndedProgram, HostLine

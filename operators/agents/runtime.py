@@ -20,7 +20,7 @@ import xxhash
 
 from dataflow.records import AnyArray
 from dataflow.runtime import Context as RunContext
-from dataflow.scoring.process import Asked
+from dataflow.scoring.pool import Asked
 from operators.agents.declaration import AgentKnobs
 from operators.agents.programs import Programs, TurnsInRun
 from operators.chat.chat_template import special_tokens

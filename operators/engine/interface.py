@@ -9,8 +9,7 @@ from typing import Any, Protocol
 
 from dataflow.folder.partial_rollouts import PartialRollout
 from dataflow.records import AnyArray
-from dataflow.tokens.rollout_tokens import RolloutTokens
-from dataflow.tokens.sampling_mask import SamplingMask
+from dataflow.tokens.rollout_tokens import RolloutTokens, SamplingMask
 from operators.engine.sampling_params import Sampling
 from operators.engine.stop_strings import StopStrings
 

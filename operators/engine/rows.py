@@ -16,8 +16,7 @@ import torch
 
 from dataflow.folder.partial_rollouts import PartialRollout
 from dataflow.records import AnyArray
-from dataflow.tokens.rollout_tokens import RolloutTokens
-from dataflow.tokens.sampling_mask import SamplingMask
+from dataflow.tokens.rollout_tokens import RolloutTokens, SamplingMask
 from operators.engine.interface import BROKEN, STOPPED, TOO_LONG, EndedRollout, Row
 from operators.engine.pages import PAGE, Pages, pages_for
 from operators.engine.sampling_params import RowSampling, Sampling

@@ -35,8 +35,7 @@ from dataflow.records import (
 )
 from dataflow.runtime import Context
 from dataflow.tokens.ragged import flat, list_lengths
-from dataflow.tokens.rollout_tokens import RolloutTokens
-from dataflow.tokens.sampling_mask import SamplingMask
+from dataflow.tokens.rollout_tokens import RolloutTokens, SamplingMask
 from dataflow.worker.host import in_flight
 from operators.episodes.conversations import RecordedTurn
 from operators.episodes.dialogue import SaidTurn, read, written

@@ -28,8 +28,7 @@ from dataflow.records import (
 from dataflow.rules.room import prompt_room
 from dataflow.runtime import Batch, Context, Runtime
 from dataflow.scoring.failure import UNUSABLE, RolloutFailure, status_of
-from dataflow.scoring.pool import Answer
-from dataflow.scoring.process import Asked
+from dataflow.scoring.pool import Answer, Asked
 from dataflow.system.text import sound
 from operators.chat.chat_format import ChatFormat, Message
 from operators.engine.interface import BROKEN, STOPPED, TOO_LONG, EndedRollout

@@ -11,12 +11,9 @@ from typing import Any, Protocol
 
 import pyarrow as pa
 
-from dataflow.scoring.calls import Ask, Call, PoolSettings
-from dataflow.scoring.pool import Answer, Pool
-from dataflow.scoring.process import Asked, Encode
-from dataflow.scoring.resting import RestingLimit
-from dataflow.scoring.return_values import checker, describe
-from dataflow.scoring.values import row_arguments
+from dataflow.scoring.calls import Ask, Call, PoolSettings, RestingLimit
+from dataflow.scoring.pool import Answer, Asked, Encode, Pool
+from dataflow.scoring.values import checker, describe, row_arguments
 from operators.episodes.chat import Chats, EpisodeOver
 from operators.episodes.declaration import FunctionKnobs
 from operators.tools.rollout_tools import RolloutTools

@@ -29,14 +29,14 @@ from dataflow.runtime import Batch, Context, Runtime
 from dataflow.scoring.values import error_column
 from dataflow.staleness import Bound
 from dataflow.tokens.ragged import gather, group_slices
-from operators.forward_pass.knobs import ForwardKnobs
-from operators.forward_pass.query import ModelQuery, Reading
-from operators.forward_pass.reading import reading_of
+from operators.forward import ForwardOperator
+from operators.forward_pass.reading import ModelQuery, Reading, reading_of
 from operators.models.loading import load_merged
 from operators.models.read_weights import ReadWeights
 from operators.training.learner.rows import pack, split, usable
 
 if TYPE_CHECKING:
+    from operators.forward_pass.ranks import LedForward
     from operators.models.adapters import Merged
 
 
@@ -151,22 +151,23 @@ class ForwardRuntime(Runtime):
 
     def __init__(
         self,
-        declaration: ForwardKnobs,
+        declaration: ForwardOperator,
         context: Context,
         reading: Reading,
         merged: Merged | None = None,
+        led: LedForward | None = None,
     ) -> None:
         """Attach the model's weights to the weight plane of `context`, where they are trained;
-        merged: its adapters.
+        merged: its adapters; led: the forward pass of `reading`, where other ranks make it too.
         """
         self._declaration, self._context, self._reading = declaration, context, reading
-        self._merged = merged
+        self._merged, self._led = merged, led
         self._own = context.feedback and replace(context.feedback, steps=context.steps)
         self._model: torch.nn.Module = reading.forward.module
         attached = dict(self._model.named_parameters()) if merged is None else merged.tensors
         self._trained = context.reader is not None
         reader = context.reader(attached) if context.reader else None
-        ranks = getattr(reading.forward, "ranks", None)
+        ranks = None if led is None else led.ranks
         self._weights = ReadWeights(reader, attached, context.aside, ranks, context.span)
         self._awake = True
         """Whether it has the memory of its devices."""
@@ -251,9 +252,8 @@ class ForwardRuntime(Runtime):
     def close(self) -> None:
         """Let what was put aside go, and end the model's other ranks, where it has some."""
         self._weights.close()
-        close = getattr(self._reading.forward, "close", None)
-        if close is not None:
-            close()
+        if self._led is not None:
+            self._led.close()
 
     def status(self) -> dict[str, float | int | str]:
         """Rows held, groups that wait, tokens that went through the model, and the version where
@@ -433,17 +433,17 @@ def _not_finite(query: ModelQuery, numbers_S: AnyArray) -> list[int]:
     return np.unique(np.searchsorted(query.offsets, wrong, side="right") - 1).tolist()  # type: ignore[no-any-return]
 
 
-def build(declaration: ForwardKnobs, context: Context) -> ForwardRuntime:
+def build(declaration: ForwardOperator, context: Context) -> ForwardRuntime:
     """Load model and tokenizer onto the device of `context`. Raises ModelError when they cannot be
     used.
     """
     if context.device == "cpu":
         torch.set_num_threads(context.threads)
     if context.ranks > 1:
-        from operators.forward_pass.parallel.launch import led
+        from operators.forward_pass.ranks import led
 
-        reading, merged, context = led(declaration, context)
-        return ForwardRuntime(declaration, context, reading, merged)
+        reading, merged, context, forward = led(declaration, context)
+        return ForwardRuntime(declaration, context, reading, merged, forward)
     module, merged = load_merged(declaration.model, device=context.device)
     return ForwardRuntime(
         declaration, context, reading_of(declaration, context.node, module, is_alone=True), merged

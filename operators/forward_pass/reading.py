@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import pyarrow as pa
@@ -16,10 +16,10 @@ from dataflow.errors import OperatorError
 from dataflow.model import Model
 from dataflow.records import COMPLETION, GROUP_ID, LOGPROBS, MASK, PROMPT, TOKENS, TURN, AnyArray
 from dataflow.tokens.ragged import list_lengths
+from dataflow.tokens.rollout_tokens import SamplingMask
 from dataflow.tokens.training_rows import unfolded
 from operators.chat.chat_template import ChatTemplate, beginning_of
-from operators.forward_pass.knobs import ForwardKnobs, LogprobsKnobs, RewardKnobs
-from operators.forward_pass.query import ModelQuery, Reading, lists
+from operators.forward import ForwardOperator, Logprobs, RewardModel
 from operators.models.borders import longest
 from operators.models.folders import ModelError
 from operators.models.loading import load_tokenizer
@@ -27,6 +27,46 @@ from operators.training.learner.cpu import DirectGradients, multiplies_bfloat16
 from operators.training.learner.learner import Forward
 from operators.training.learner.policy import Critic, Policy
 from operators.training.learner.rows import StepRows, step_rows
+
+# What is asked of a model about some rows.
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelQuery:
+    """Sequences and where a number is wanted; axis suffixes as in
+    `operators.training.learner.rows`, R sequences.
+    """
+
+    tokens_S: AnyArray
+    read_S: AnyArray
+    """Whether a number is wanted for a token; it is read at the one before it; bool."""
+    offsets: AnyArray
+    """[R + 1] into S."""
+    groups_R: AnyArray
+    """group_id of each."""
+    row_R: AnyArray
+    """Which of the rows it was made of, in their order; several are of one row where it has several
+    training rows."""
+    left_S: SamplingMask | None = None
+    """The ids that truncation left at each token."""
+    places_R: tuple[AnyArray, ...] = ()
+    """Tokens of the rollout that each sequence's numbers belong to, where those are not the tokens
+    that were read."""
+    failures: dict[int, str] = field(default_factory=dict)
+    """By row, why nothing could be asked about it."""
+
+    @property
+    def firsts(self) -> AnyArray:
+        """The first sequence of each row that has any."""
+        return np.flatnonzero(np.diff(self.row_R, prepend=-1))
+
+
+def lists(numbers_S: AnyArray, offsets: AnyArray) -> pa.ListArray:
+    """A list of float32 for each range of offsets."""
+    return pa.ListArray.from_arrays(
+        pa.array(offsets.astype(np.int32)), pa.array(numbers_S.astype(np.float32), pa.float32())
+    )
+
 
 # Asks a model about the rollouts' own tokens: log-probabilities and values.
 
@@ -51,12 +91,11 @@ class OwnTokens:
         self.forward = forward
         self._node, self._model, self._tokenizer = node, model, tokenizer
         self._most = context_tokens
-        embedding = forward.module.get_input_embeddings()
-        self._vocabulary = int(getattr(embedding, "num_embeddings", len(embedding.weight)))
+        self._vocabulary = _vocabulary_of(forward)
 
     def ask(self, rows: pa.RecordBatch) -> ModelQuery:
-        """Those rows that are short enough. Raises OperatorError when the tokens are not this
-        model's.
+        """What to compute for rows that have not failed and are short enough. Raises OperatorError
+        when the tokens are not this model's.
         """
         step = step_rows([rows], (LOGPROBS,))
         lengths = step.longest_R
@@ -85,7 +124,9 @@ class OwnTokens:
         )
 
     def column(self, rows: pa.RecordBatch, query: ModelQuery, numbers_S: AnyArray) -> pa.Array:
-        """A number per token, 0 where the policy chose none."""
+        """The answers, one for each row that was asked about: a number per token, 0 where the
+        policy chose none. numbers_S: float32, 0 where none was wanted.
+        """
         return lists(numbers_S, np.r_[query.offsets[:-1][query.firsts], query.offsets[-1]])
 
     def _unknown(self, rows: StepRows) -> Iterator[str | None]:
@@ -250,7 +291,7 @@ class OwnText:
 
     def __init__(
         self,
-        declaration: RewardKnobs,
+        declaration: RewardModel,
         forward: Forward,
         *,
         node: str,
@@ -267,8 +308,7 @@ class OwnText:
         self._template = ChatTemplate(tokenizer) if declaration.chat else None
         self._policy_tokenizer, self._most = policy_tokenizer, context_tokens
         self._is_checked = declaration.per != "step"
-        embedding = forward.module.get_input_embeddings()
-        self._vocabulary = int(getattr(embedding, "num_embeddings", len(embedding.weight)))
+        self._vocabulary = _vocabulary_of(forward)
         if declaration.per == "step" and not tokenizer.is_fast:
             raise OperatorError(
                 f"'{node}' judges steps, but the tokenizer of '{declaration.model.name}'"
@@ -406,15 +446,19 @@ def _asked(
     )
 
 
+Reading: TypeAlias = OwnTokens | OwnText
+"""How an operator asks its model about rows, and what it makes of the answers."""
+
+
 def reading_of(
-    declaration: ForwardKnobs, node: str, module: Any, *, is_alone: bool = False
+    declaration: ForwardOperator, node: str, module: Any, *, is_alone: bool = False
 ) -> Reading:
     """How a declared operator asks a module that is loaded already; is_alone: and is not shared
     out.
     """
     config = module.config.get_text_config()
     most = longest(declaration.model, config)
-    if isinstance(declaration, RewardKnobs):
+    if isinstance(declaration, RewardModel):
         if config.pad_token_id is None:
             # classifiers of sequences refuse several rows without one; nothing is padded here
             config.pad_token_id = 0
@@ -437,7 +481,7 @@ def reading_of(
     )
 
 
-def forward_of(declaration: ForwardKnobs, module: Any, is_alone: bool) -> Forward:
+def forward_of(declaration: ForwardOperator, module: Any, is_alone: bool) -> Forward:
     """The module as a trainer of the same model would see it: where weights agree, so do the
     numbers.
 
@@ -451,7 +495,7 @@ def forward_of(declaration: ForwardKnobs, module: Any, is_alone: bool) -> Forwar
         module.get_input_embeddings().register_forward_hook(
             lambda layer, inputs, output: output.float()
         )
-    if isinstance(declaration, LogprobsKnobs):
+    if isinstance(declaration, Logprobs):
         forward: Policy | Critic = Policy(
             module, temperature=declaration.temperature, compute=compute
         )
@@ -469,3 +513,9 @@ def _tokenizer(model: Model) -> Any | None:
         return load_tokenizer(model)
     except ModelError:
         return None
+
+
+def _vocabulary_of(forward: Forward) -> int:
+    """How many tokens its model knows."""
+    embedding = forward.module.get_input_embeddings()
+    return int(getattr(embedding, "num_embeddings", len(embedding.weight)))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING
 
-from operators.credit.groups import ROUNDING
+from operators.credit import ROUNDING
 from operators.losses.declared import loss
 from operators.losses.per_rollout import sum_per_rollout, total
 

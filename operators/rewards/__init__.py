@@ -9,8 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from dataflow.errors import GraphError, nearest
-from dataflow.scorer import Scorer, scorer
-from dataflow.scoring.forms import FORMS
+from dataflow.scorer import FORMS, Scorer, scorer
 from operators.rewards.code import code_reward
 from operators.rewards.foreign import (
     from_areal,
@@ -108,7 +107,7 @@ def find(text: str) -> Scorer[..., Any]:
     `exact`, `number`, `math_verify` or `code`; a function of one's own as
     `path/to/file.py:function` or `package.module:function`; with the name of a system in front one
     that was written for that system, unchanged: `trl:my_rewards.py:accuracy`,
-    `verl:verl.utils.reward_score:default_compute_score` (`dataflow.scoring.forms.FORMS`). Raises
+    `verl:verl.utils.reward_score:default_compute_score` (`dataflow.scorer.FORMS`). Raises
     GraphError when there is none.
 
     >>> reward = find("number")

@@ -28,7 +28,7 @@ from dataflow.rules.reorder_buffer import QueuedGroup
 from dataflow.runtime import Context
 from dataflow.scoring.failure import TOO_LONG, RolloutFailure, counted
 from dataflow.staleness import NO_TOKEN, Bound, newest_versions, oldest_versions, sweep
-from operators.credit.groups import ROUNDING
+from operators.credit import ROUNDING
 from operators.training.journal import TOO_FEW, Journal
 from operators.training.learner.learner import StepOutcome
 from operators.training.learner.rows import StepRows, drop_reason, mean_of, usable

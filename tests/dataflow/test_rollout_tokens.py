@@ -8,8 +8,7 @@ import pytest
 
 from dataflow.errors import RecordError
 from dataflow.records import MASK, ROLLOUT_ID
-from dataflow.tokens.rollout_tokens import KINDS, RolloutTokens
-from dataflow.tokens.sampling_mask import SamplingMask
+from dataflow.tokens.rollout_tokens import KINDS, RolloutTokens, SamplingMask
 
 
 def rollout(prompt: int, drawn: int, version: int = 3, masks: bool = True) -> RolloutTokens:

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dataflow.staleness import NO_TOKEN, admissible, admit, oldest_versions, sweep
-from dataflow.tokens.ages import staleness_at, staleness_parts
+from dataflow.tokens.ragged import staleness_at, staleness_parts
 
 
 class Loop:

@@ -172,7 +172,7 @@ def test_the_names_of_trl_on_the_page_are_those_of_its_configs() -> None:
 
 def test_every_form_of_the_page_is_there() -> None:
     import operators.rewards  # noqa: F401
-    from dataflow.scoring.forms import FORMS
+    from dataflow.scorer import FORMS
     from operators.prompts import DATA_FORMS
 
     assert set(FORMS) == set(re.findall(r"^\| `(\w+):` \|", PAGE, re.MULTILINE))

@@ -23,7 +23,7 @@ from dataflow.folder.run_folder import RunFolder
 from graphs.tasks.text import TextTask
 from operators import Generator, Trainer
 from operators.credit import leave_one_out, normalized_advantage
-from operators.forward_pass.knobs import ForwardKnobs
+from operators.forward import ForwardOperator
 from operators.losses import cispo, gspo, rloo
 
 pytestmark = [pytest.mark.usefixtures("one_core"), pytest.mark.timeout(180)]
@@ -241,7 +241,7 @@ def test_every_flag_of_training_and_generation_reaches_the_operators(
             task=kind(held_out="h", policy="p", prompts="q", **own), **more
         ).operators["generator"]
         assert {knob: getattr(other, knob) for knob in knobs} == knobs
-    for reader in (each for each in graph.operators.values() if isinstance(each, ForwardKnobs)):
+    for reader in (each for each in graph.operators.values() if isinstance(each, ForwardOperator)):
         assert reader.micro_batch_tokens == 64 and getattr(reader, "temperature", 0.7) == 0.7
 
 

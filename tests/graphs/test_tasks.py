@@ -12,13 +12,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dataflow.errors import RecordError
-from graphs.tasks import arithmetic, calculator, expressions, guess, products, sorting
+from graphs.tasks import arithmetic, calculator, guess, products, sorting
 from operators.warm_start import EOS
 
 GENERATORS = pytest.mark.parametrize(
     "task",
-    [sorting, expressions, guess, products],
-    ids=["sorting", "expressions", "guess", "products"],
+    [sorting, calculator, guess, products],
+    ids=["sorting", "calculator", "guess", "products"],
 )
 
 
@@ -39,9 +39,9 @@ def test_no_held_out_prompt_is_ever_a_training_prompt(task):
     assert held_out and not training & held_out
 
 
-@pytest.mark.parametrize("task", [sorting, expressions], ids=["sorting", "expressions"])
+@pytest.mark.parametrize("task", [sorting, calculator], ids=["sorting", "calculator"])
 def test_a_rows_own_answer_earns_the_whole_reward(task):
-    reward = {sorting: sorting.reward, expressions: calculator.reward}[task]
+    reward = {sorting: sorting.reward, calculator: calculator.reward}[task]
     for row in task.rows(300, seed=3):
         assert reward(row["answer"], row["answer"]) == 1.0
         assert reward(row["answer"] + "9", row["answer"]) == 0.0
@@ -73,7 +73,7 @@ def test_sorting_pays_for_the_whole_answer_only():
 
 
 def test_made_up_expressions_have_their_own_value_as_answer_and_fit_the_tasks_limits():
-    for row in expressions.rows(500, seed=0):
+    for row in calculator.rows(500, seed=0):
         assert arithmetic.value(row["prompt"].removesuffix("=")) == arithmetic.number(row["answer"])
         assert set(row["prompt"] + row["answer"]) <= set(calculator.ALPHABET)
         assert len(row["prompt"]) <= calculator.LONGEST_PROMPT
@@ -81,7 +81,7 @@ def test_made_up_expressions_have_their_own_value_as_answer_and_fit_the_tasks_li
 
 
 def test_made_up_expressions_have_the_operators_of_gsm8k():
-    binary = [row["prompt"] for row in expressions.rows(2000, seed=0)]
+    binary = [row["prompt"] for row in calculator.rows(2000, seed=0)]
     share = {sign: sum(sign in prompt for prompt in binary) / len(binary) for sign in "*+-/"}
     assert share["*"] == pytest.approx(0.42, abs=0.05)
     assert share["+"] == pytest.approx(0.25, abs=0.05)
@@ -235,7 +235,7 @@ def test_unseen_rows_are_those_that_training_never_showed():
 
 def test_the_tasks_import_no_torch():
     code = (
-        "import sys; from graphs.tasks import calculator, expressions, sorting, text; print('torch'"
+        "import sys; from graphs.tasks import calculator, sorting, text; print('torch'"
         " in sys.modules)"
     )
     found = subprocess.check_output([sys.executable, "-c", code], text=True, timeout=60)

@@ -154,7 +154,7 @@ EPISODES = (
     Law(
         "a call's clock stops while it waits for its owner",
         "test_a_call_that_waits_for_its_owner_is_not_late",
-        "dataflow.scoring.resting:RestingLimit.rest",
+        "dataflow.scoring.calls:RestingLimit.rest",
         without("reschedule", "!_timeout_s"),
         "stopping it",
     ),
@@ -169,7 +169,7 @@ EPISODES = (
         "calls release their resources when a pool closes",
         "test_calls_under_way_give_back_what_they_hold_when_their_pool_closes",
         "dataflow.scoring.pool:Pool.close",
-        without("dismiss"),
+        without("PoolCloses"),
         "telling them",
     ),
     Law(

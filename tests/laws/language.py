@@ -121,7 +121,7 @@ LANGUAGE = (
     Law(
         "a function's name is the column it writes",
         "test_a_scorer_applied_to_a_stream_adds_its_column",
-        "dataflow.scoring:ScorerKnobs.writes",
+        "dataflow.scorer:Scorer.writes",
         lacking("output"),
         "the column",
     ),

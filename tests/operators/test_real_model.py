@@ -15,8 +15,7 @@ import pytest
 import torch
 
 from dataflow import Model
-from dataflow.gguf.conversion import converted
-from dataflow.gguf.sources import file_fault
+from dataflow.gguf.conversion import converted, file_fault
 from dataflow.records import schema
 from dataflow.runtime import Context
 from operators import Generator

@@ -40,7 +40,7 @@ PARTS = {
         "operators/environments/session.py",
     ),
     "References, judges and values": (
-        "operators/forward_pass/knobs.py",
+        "operators/forward.py",
         "operators/forward_pass/build.py",
     ),
 }

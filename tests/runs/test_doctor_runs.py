@@ -16,7 +16,7 @@ from rigs.machine import wait_until
 from rigs.operators import mute, slow
 
 from dataflow import Graph, Model, run, scorer
-from dataflow.doctor.examine import examine
+from dataflow.doctor.report import examine
 from dataflow.errors import DeadlineError
 from dataflow.folder.socket_folder import CONTROL
 from dataflow.scheduler.control import Limits

@@ -5,6 +5,7 @@ import socket
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from socketserver import ThreadingMixIn
 from typing import Any, ClassVar
 from wsgiref.simple_server import WSGIRequestHandler, WSGIServer, make_server
 
@@ -69,7 +70,6 @@ class PrometheusTracker(Tracker):
         self._crossed: dict[tuple[str, str], tuple[float, ...]] = {}
         app = client.make_wsgi_app(self._registry)
         self._server = make_server(HOST, self.port, _guarded(app), _Threads, _Quiet)
-        self._server.daemon_threads = True  # type: ignore[attr-defined]
         threading.Thread(target=self._server.serve_forever, daemon=True).start()
         return f"http://{HOST}:{self.port}/metrics"
 
@@ -144,26 +144,18 @@ class PrometheusTracker(Tracker):
         yield from families.values()
 
 
-class _Threads(WSGIServer):
+class _Threads(ThreadingMixIn, WSGIServer):
     """A thread for each question."""
 
-    def process_request(self, request: Any, client_address: Any) -> None:
-        threading.Thread(target=self._answer, args=(request, client_address), daemon=True).start()
-
-    def _answer(self, request: Any, client_address: Any) -> None:
-        try:
-            request.settimeout(ASK_S)
-            self.finish_request(request, client_address)
-        except Exception:
-            self.handle_error(request, client_address)
-        finally:
-            self.shutdown_request(request)
+    daemon_threads = True
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         """A client that breaks off is no news."""
 
 
 class _Quiet(WSGIRequestHandler):
+    timeout = ASK_S
+
     def log_message(self, format: str, *args: Any) -> None:
         """Nothing: a question comes every few seconds."""
 

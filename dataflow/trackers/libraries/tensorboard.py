@@ -1,12 +1,11 @@
 """TensorBoard: event files in the run folder, written by its own writer."""
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
-from dataflow.trackers.libraries.markdown import table as markdown
 from dataflow.trackers.tracker import RolloutTable, StepFigures, TrackedRun, Tracker
 
 
@@ -40,9 +39,11 @@ class TensorboardTracker(Tracker):
         if run.goes_on:
             self._purge(int(run.kept.get("step", 0)) + 1)
         else:
-            knobs = markdown(["knob", "value"], run.knobs.items())
+            knobs = markdown_table(["knob", "value"], run.knobs.items())
             self._text("config", knobs, 0, time.time())
-            self._text("graph", markdown(["edge"], [[edge] for edge in run.edges]), 0, time.time())
+            self._text(
+                "graph", markdown_table(["edge"], [[edge] for edge in run.edges]), 0, time.time()
+            )
         return f"tensorboard --logdir {place}"
 
     def log(self, figures: StepFigures) -> None:
@@ -63,7 +64,7 @@ class TensorboardTracker(Tracker):
 
     def rollouts(self, table: RolloutTable) -> None:
         """A text of that step."""
-        self._text("rollouts", markdown(table.columns, table.rows), table.step, time.time())
+        self._text("rollouts", markdown_table(table.columns, table.rows), table.step, time.time())
 
     def flush(self) -> None:
         """To the disk."""
@@ -101,3 +102,34 @@ def _tag(name: str, figures: StepFigures) -> str:
         else "train"
     )
     return f"{section}/{name}"
+
+
+# Tables as Markdown, for libraries that show no other.
+
+
+def markdown_table(columns: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
+    """Rows below heads; what would end a cell or open a tag is shown by other signs.
+
+    >>> print(markdown_table(["a"], [["x|<b>"]]))
+    | a |
+    | --- |
+    | x¦&lt;b&gt; |
+    """
+    lines = [columns, ["---"] * len(columns), *rows]
+    return "\n".join("| " + " | ".join(map(_table_cell, line)) + " |" for line in lines)
+
+
+def _table_cell(value: Any) -> str:
+    if value is None:
+        return ""
+    text = f"{value:.4g}" if isinstance(value, float) else str(value)
+    for sign, shown in (
+        ("&", "&amp;"),
+        ("<", "&lt;"),
+        (">", "&gt;"),
+        ("|", "¦"),
+        ("\r", " "),
+        ("\n", "⏎"),
+    ):
+        text = text.replace(sign, shown)
+    return text

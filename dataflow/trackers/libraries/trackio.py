@@ -6,8 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
-from dataflow.trackers.libraries.room import check_room
-from dataflow.trackers.tracker import RolloutTable, StepFigures, TrackedRun, Tracker
+from dataflow.trackers.tracker import RolloutTable, StepFigures, TrackedRun, Tracker, check_room
 
 
 @dataclass(kw_only=True, eq=False)

@@ -8,8 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from dataflow.trackers.libraries.room import check_room
-from dataflow.trackers.tracker import RolloutTable, StepFigures, TrackedRun, Tracker
+from dataflow.trackers.tracker import RolloutTable, StepFigures, TrackedRun, Tracker, check_room
 
 STEP = "step"
 FLUSH_S = 1.0

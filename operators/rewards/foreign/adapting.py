@@ -14,8 +14,14 @@ import numpy as np
 
 from dataflow.errors import GraphError
 from dataflow.records import AnyArray
-from dataflow.scorer import Scorer, scorer
-from dataflow.scoring.knobs import DEFAULT_MEMORY_MB, DEFAULT_RETRIES, DEFAULT_TIMEOUT_S, Per
+from dataflow.scorer import (
+    DEFAULT_MEMORY_MB,
+    DEFAULT_RETRIES,
+    DEFAULT_TIMEOUT_S,
+    Per,
+    Scorer,
+    scorer,
+)
 from dataflow.scoring.signature import Noted, code_of, where_defined
 from operators.chat.chat_template import beginning_of
 
@@ -105,6 +111,29 @@ def is_async(function: Any) -> bool:
 
 
 def adapted(
+    function: Any,
+    asked: Callable[[dict[str, Any]], tuple[dict[str, Any], Any]],
+    told: Callable[[Any, Any], Any] = lambda returned, _: returned,
+    **knobs: Any,
+) -> Scorer[..., Any]:
+    """A scorer that calls `function`; knobs: as of `adapted_call`.
+
+    asked: from the columns of a row, or of rows, to the keywords of the call, and to what `told`
+    needs to know of it. told: from what the call returned to the scorer's value.
+    """
+
+    def call(**columns: Any) -> Any:
+        arguments, context = asked(columns)
+        return told(function(**arguments), context)
+
+    async def call_async(**columns: Any) -> Any:
+        arguments, context = asked(columns)
+        return told(await function(**arguments), context)
+
+    return adapted_call(call_async if is_async(function) else call, function, **knobs)
+
+
+def adapted_call(
     call: Callable[..., Any],
     function: Any,
     *,
@@ -135,12 +164,7 @@ def adapted(
         name=name,
         per=per,
         rest=True,
-        timeout_s=limits.timeout_s,
-        memory_mb=limits.memory_mb,
-        concurrency=limits.concurrency,
-        processes=limits.processes,
-        retries=limits.retries,
-        world=limits.world,
+        **vars(limits),
     )(shaped)
 
 
@@ -200,6 +224,11 @@ def ids_of(tokens: AnyArray, mask: AnyArray) -> tuple[list[int], list[int]]:
     chosen = mask.nonzero()[0]
     first = int(chosen[0]) if len(chosen) else len(tokens)
     return tokens[:first].tolist(), tokens[first:].tolist()
+
+
+def rows_of(columns: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Columns of several rows, row by row."""
+    return [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
 
 
 def plain(values: Any) -> list[Any]:

@@ -18,7 +18,7 @@ from dataflow.scoring.values import listed
 from operators.rewards.foreign.adapting import (
     CallLimits,
     Keywords,
-    adapted,
+    adapted_call,
     both_forms,
     gives_of,
     is_async,
@@ -154,7 +154,7 @@ def from_verifiers(
             values[label] += listed(make(), len(rows)) if gives_all else [make()]
         return told(values, len(rows))
 
-    return adapted(
+    return adapted_call(
         call_async if any(is_async(part.function) for part in parts) else call,
         parts[0].function,
         reads=reads,

@@ -19,7 +19,7 @@ from dataflow.limits import Limits
 from dataflow.records import ADVANTAGE, LOGPROBS, REF_LOGPROBS, TEMPERATURE, VALUES, AnyArray
 from dataflow.staleness import NO_TOKEN
 from dataflow.tokens.ragged import gather
-from dataflow.tokens.sampling_mask import SamplingMask
+from dataflow.tokens.rollout_tokens import SamplingMask
 from dataflow.weight_ends import WeightsOut
 from operators.training.learner.cpu import DirectGradients
 from operators.training.learner.diagnostics import Diagnostics, Measures, ratio_bounds, sums_of

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from dataflow.records import AnyArray
-from dataflow.tokens.sampling_mask import SamplingMask
+from dataflow.tokens.rollout_tokens import SamplingMask
 from operators.models.borders import settle_rope
 from operators.models.folders import ModelError
 from operators.training.learner.cpu import DirectGradients

@@ -27,7 +27,7 @@ from dataflow.staleness import newest_versions, oldest_versions
 from dataflow.tokens.ragged import gather, one_chunk, per_token
 from dataflow.tokens.rollout_tokens import COLUMNS, RolloutTokens
 from dataflow.tokens.training_rows import cuts, unfolded
-from operators.credit.groups import ROUNDING, are_equal
+from operators.credit import ROUNDING, are_equal
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -31,7 +31,7 @@ from operators.training.parallel.mesh import MeshTogether, TrainerMesh
 
 if TYPE_CHECKING:
     from dataflow.model import Model
-    from dataflow.tokens.sampling_mask import SamplingMask
+    from dataflow.tokens.rollout_tokens import SamplingMask
     from operators.models.slices import Outline
     from operators.trainer import TrainerKnobs
     from operators.training.learner.learner import Forward, Learner

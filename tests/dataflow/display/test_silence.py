@@ -3,8 +3,7 @@ example.
 """
 
 from dataflow.display import Summary
-from dataflow.display.formatting import ASCII
-from dataflow.display.silence import TOLD_AT, Silence, silence
+from dataflow.display.formatting import ASCII, TOLD_AT, Silence, silence
 from dataflow.display.views import summary_lines
 
 MUTE = {

@@ -85,7 +85,7 @@ def test_a_quiet_run_tells_what_goes_wrong_on_standard_error_and_nothing_else(
 def test_messages_that_nobody_reads_are_bounded_and_the_newest_are_kept(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("dataflow.display.aside.MESSAGES_KEPT", 3)
+    monkeypatch.setattr("dataflow.display.views.MESSAGES_KEPT", 3)
     goes_on, said = threading.Event(), list[str]()
 
     class Slow(PlainView):
@@ -103,12 +103,12 @@ def test_messages_that_nobody_reads_are_bounded_and_the_newest_are_kept(
 PROGRAM = """
 import sys
 from dataflow.display import make_view, say, Snapshot, Summary
-import dataflow.display.aside, dataflow.display.outlet
+import dataflow.display.views
 with make_view(sys.stdout) as view:
     view._end_s = 0.1
     view.update(Snapshot(step=1))
     view.summary(Summary(graph="mine"))
-dataflow.display.outlet.for_a_while.__defaults__ = (0.1,)
+dataflow.display.views.for_a_while.__defaults__ = (0.1,)
 say("an error", sys.stderr)
 sys.exit(7)
 """

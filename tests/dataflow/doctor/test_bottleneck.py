@@ -2,9 +2,8 @@
 
 from typing import Any
 
-from dataflow.doctor.bottleneck import bottleneck
 from dataflow.doctor.facts import Facts, Node, WorkerFacts
-from dataflow.doctor.verdict import verdict
+from dataflow.doctor.verdict import bottleneck, verdict
 from dataflow.history.bottleneck import bounded
 
 

@@ -15,10 +15,9 @@ from typing import Any
 
 import pytest
 
-from dataflow.doctor.examine import examine
-from dataflow.doctor.gather import gather
+from dataflow.doctor.facts import gather
 from dataflow.doctor.history import History
-from dataflow.doctor.report import last_error, report
+from dataflow.doctor.report import examine, last_error, report
 from dataflow.errors import DeadlineError
 from dataflow.folder.ledger import Ledger
 from dataflow.folder.run_folder import RunFolder

@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dataflow.doctor.stall import MOST_BETWEEN_S, Stillness, decide
+from dataflow.doctor.history import MOST_BETWEEN_S, Stillness, decide
 
 LIMITS = {"stall_s": 30.0, "slice_s": 200.0}
 LOOK = st.tuples(st.booleans(), st.booleans(), st.integers(0, 4))

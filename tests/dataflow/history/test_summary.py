@@ -39,3 +39,14 @@ def test_a_run_over_hosts_says_who_was_planned_where_and_another_run_says_nothin
         text_of(line).startswith("  hosts")
         for line in summary_lines(summarize(folder, "", True), ASCII)
     )
+
+
+def test_steps_of_a_trainer_that_writes_no_loss_are_counted(tmp_path: Path) -> None:
+    folder = RunFolder.create(tmp_path, "test")
+    folder.append_metrics({"step": 0, "node": "evaluate", "eval_accuracy": 0.25})
+    for step in (1, 2):
+        folder.append_metrics(
+            {"step": step, "node": "trainer", "rollouts": 4, "dropped": {"failed": 1}}
+        )
+    summary = summarize(folder, "", True)
+    assert (summary.steps, summary.rollouts, summary.dropped) == (2, 8, 2)

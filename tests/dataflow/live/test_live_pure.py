@@ -3,7 +3,7 @@
 import pytest
 from starlette.datastructures import Headers
 
-from dataflow.doctor.facts import EdgeFacts
+from dataflow.display import EdgeSnapshot
 from dataflow.live.edges import data_edges
 from dataflow.live.looks import shares
 from dataflow.live.server import NotAdmitted, admit
@@ -98,7 +98,7 @@ def test_an_edge_s_rates_are_those_of_what_has_arrived_and_unknown_where_counts_
             }
         }
 
-    edge = EdgeFacts(producer="a", consumer="b", source="s", depth=3, capacity=9)
+    edge = EdgeSnapshot(producer="a", consumer="b", source="s", depth=3, capacity=9)
     (found,) = data_edges([edge], at(40), at(8), 4.0)
     assert (found["rows_s"], found["bytes_s"], found["crossed"]["sent"]) == (
         8.0,

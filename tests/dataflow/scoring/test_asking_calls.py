@@ -16,8 +16,7 @@ import pytest
 from rigs.machine import alive
 
 from dataflow.scoring.calls import Ask, Call, PoolSettings
-from dataflow.scoring.pool import Pool
-from dataflow.scoring.process import Asked
+from dataflow.scoring.pool import Asked, Pool
 
 pytestmark = pytest.mark.usefixtures("forked")
 

@@ -18,8 +18,7 @@ import psutil
 import pytest
 
 from dataflow.scoring.calls import Call, PoolSettings
-from dataflow.scoring.pool import Answer, Pool
-from dataflow.scoring.process import CallChunk, CallRange, pieces_of
+from dataflow.scoring.pool import Answer, CallChunk, CallRange, Pool, pieces_of
 
 pytestmark = pytest.mark.usefixtures("forked")
 

@@ -3,7 +3,7 @@
 from array import array
 from typing import Any
 
-from dataflow.scoring.process import CallChunk, PoolProcess
+from dataflow.scoring.pool import CallChunk, PoolProcess
 from dataflow.scoring.server import PROGRESS_FIELDS
 
 NOW_NS = 10**12

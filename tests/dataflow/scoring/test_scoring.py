@@ -23,8 +23,7 @@ from dataflow.records import COMPLETION, ERROR, GROUP_ID, ROLLOUT_ID, TOKENS, Ar
 from dataflow.runtime import Batch, Context
 from dataflow.scorer import Scorer, scorer
 from dataflow.scoring.failure import RolloutFailure
-from dataflow.scoring.pool import Answer
-from dataflow.scoring.process import Encode
+from dataflow.scoring.pool import Answer, Encode
 from dataflow.scoring.runtime import Scoring
 from dataflow.scoring.values import pack
 

@@ -16,11 +16,17 @@ from dataflow.errors import GraphError
 from dataflow.folder.run_folder import RunFolder
 from dataflow.folder.socket_folder import CONTROL
 from dataflow.trackers import PrometheusTracker, StepFigures, WandbTracker
-from dataflow.trackers.chosen import LIBRARIES, ChosenTracker, choose, recorded_names
-from dataflow.trackers.libraries.room import SPARE_BYTES, check_room
-from dataflow.trackers.messages import TRACKER_CODEC, TrackRun
+from dataflow.trackers.chosen import (
+    LIBRARIES,
+    TRACKER_CODEC,
+    ChosenTracker,
+    TrackRun,
+    choose,
+    recorded_names,
+)
 from dataflow.trackers.process import RunLeader, in_one_line, table_of
 from dataflow.trackers.tail import RunTail
+from dataflow.trackers.tracker import SPARE_BYTES, check_room
 
 
 def told(tail: RunTail) -> list[StepFigures]:

@@ -21,7 +21,7 @@ from transformers import (
     Qwen2ForCausalLM,
 )
 
-from dataflow.tokens.sampling_mask import SamplingMask
+from dataflow.tokens.rollout_tokens import SamplingMask
 from operators.training.learner import head, policy
 from operators.training.learner.head import Shape, Wanted, logprobs_of_hidden, logprobs_of_logits
 from operators.training.learner.policy import Policy

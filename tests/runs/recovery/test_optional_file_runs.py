@@ -11,7 +11,7 @@ import pytest
 from rigs.graphs import fake_graph, tiny_graph
 
 from dataflow import Devices, Result, cli, inline, run
-from dataflow.doctor.examine import examine
+from dataflow.doctor.report import examine
 from dataflow.folder.run_folder import RunFolder
 from dataflow.scheduler.requests import ask_for_facts
 

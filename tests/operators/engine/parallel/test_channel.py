@@ -9,8 +9,7 @@ import numpy as np
 from dataflow.folder.partial_rollouts import PartialRollout
 from dataflow.limits import Limits
 from dataflow.model import Model
-from dataflow.tokens.rollout_tokens import RolloutTokens
-from dataflow.tokens.sampling_mask import SamplingMask
+from dataflow.tokens.rollout_tokens import RolloutTokens, SamplingMask
 from operators.engine.interface import PromptStart
 from operators.engine.parallel.lockstep import CODEC, EngineSettings, StartMessage, Step
 from operators.engine.sampling_params import Sampling
