@@ -74,6 +74,21 @@ def code_of(function: Any) -> CodeType | None:
     return None
 
 
+def shaped(
+    function: Any, reads: Mapping[str, Any], returns: Any, *others: inspect.Parameter
+) -> Any:
+    """A function of any keywords as one that reads these columns, of these types; others: its other
+    parameters.
+    """
+    columns = [
+        inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, annotation=kind)
+        for name, kind in reads.items()
+    ]
+    function.__signature__ = inspect.Signature([*columns, *others], return_annotation=returns)
+    function.__annotations__ = {**reads, "return": returns}
+    return function
+
+
 def read_signature(
     function: Callable[..., Any], *, has_lists: bool, takes_rest: bool = False
 ) -> Signature:

@@ -3,7 +3,6 @@
 import asyncio
 import contextlib
 import hashlib
-import inspect
 import json
 import os
 import string
@@ -17,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from dataflow.errors import GraphError, WorldFailed
 from dataflow.scorer import Scorer
+from dataflow.scoring.signature import shaped
 from dataflow.stream import Rollout, Stream
 from dataflow.system.native import cache_folder
 from operators.rewards.foreign.adapting import messages_of
@@ -135,12 +135,8 @@ class Judge:
             """A judge's verdict on a rollout."""
             return await _judged(self, values)
 
-        kinds = [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY) for name in columns]
-        shaped: Any = judged
-        shaped.__signature__ = inspect.Signature(kinds, return_annotation=float)
-        shaped.__annotations__ = {"return": float}
         return PackagedScorer(
-            function=shaped,
+            function=shaped(judged, dict.fromkeys(columns, Any), float),
             name=self.name,
             package="httpx",
             extra="judge",

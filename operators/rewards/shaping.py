@@ -6,13 +6,13 @@ import inspect
 import math
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
-from typing import Any
 
 import numpy as np
 
 from dataflow.errors import GraphError
 from dataflow.records import Array
 from dataflow.scorer import Scorer, scorer
+from dataflow.scoring.signature import shaped
 
 
 def combine(weights: Mapping[str, float], name: str = "reward") -> Scorer[..., float | None]:
@@ -66,16 +66,9 @@ def _weighted_sum(columns: tuple[str, ...]) -> Callable[..., float | None]:
         ]
         return math.fsum(terms) if terms else None
 
-    kind = inspect.Parameter.KEYWORD_ONLY
-    parameters = [inspect.Parameter(column, kind, annotation=float | None) for column in columns]
     none: Mapping[str, float] = MappingProxyType({})
-    parameters.append(
-        inspect.Parameter("weights", kind, default=none, annotation=Mapping[str, float])
-    )
-    function: Any = weighted_sum
-    function.__signature__ = inspect.Signature(parameters, return_annotation=float | None)
-    function.__annotations__ = dict.fromkeys(columns, float | None) | {"return": float}
-    return weighted_sum
+    knob = inspect.Parameter("weights", inspect.Parameter.KEYWORD_ONLY, default=none)
+    return shaped(weighted_sum, dict.fromkeys(columns, float | None), float, knob)  # type: ignore[no-any-return]
 
 
 @scorer(isolate=False)

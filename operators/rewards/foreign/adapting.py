@@ -22,7 +22,7 @@ from dataflow.scorer import (
     Scorer,
     scorer,
 )
-from dataflow.scoring.signature import Noted, code_of, where_defined
+from dataflow.scoring.signature import Noted, code_of, shaped, where_defined
 from operators.chat.chat_template import beginning_of
 
 
@@ -148,24 +148,13 @@ def adapted_call(
 
     Errors and pictures name the file and line of `function`.
     """
-    kinds = [
-        inspect.Parameter(column, inspect.Parameter.KEYWORD_ONLY) for column in dict.fromkeys(reads)
-    ]
-    shaped: Any = call
-    shaped.__name__ = shaped.__qualname__ = name_of(function)
-    shaped.__doc__ = inspect.getdoc(function)
-    shaped.__signature__ = inspect.Signature(
-        [*kinds, inspect.Parameter("columns", inspect.Parameter.VAR_KEYWORD)]
-    )
-    shaped.__annotations__ = {"return": gives}
+    others = inspect.Parameter("columns", inspect.Parameter.VAR_KEYWORD)
+    adapted_function = shaped(call, dict.fromkeys(reads, Any), gives, others)
+    adapted_function.__name__ = adapted_function.__qualname__ = name_of(function)
+    adapted_function.__doc__ = inspect.getdoc(function)
     if code_of(function) is not None:
-        shaped.__wrapped__ = function
-    return scorer(
-        name=name,
-        per=per,
-        rest=True,
-        **vars(limits),
-    )(shaped)
+        adapted_function.__wrapped__ = function
+    return scorer(name=name, per=per, rest=True, **vars(limits))(adapted_function)
 
 
 def note_of(facts: Mapping[str, Any]) -> str | None:
