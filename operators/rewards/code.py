@@ -165,21 +165,12 @@ _MARGIN_S = 30.0
 _LEAST_BYTES = 64 << 20
 
 
-@dataclass(frozen=True)
-class CodeVerdict:
-    """What became of a program."""
-
-    reward: float
-    """The share of tests that passed, or 1 or 0 where all must pass."""
-    note: str
-    """How many passed, and why the first that did not failed."""
-
-
 def judge(
     program: str, tests: Any, limits: SandboxLimits = _DEFAULT, *, all_or_nothing: bool = False
-) -> CodeVerdict:
+) -> Noted:
     """Run a program against tests (see `read_cases`) in one sandbox; with `all_or_nothing`, up to
-    the first failure.
+    the first failure. The value is the share of tests that passed, or 1 or 0 where all must pass;
+    the note says how many passed, and why the first that did not failed.
 
     A program that fails, crashes, hangs or takes too much has the reward it earned until then.
     Raises SandboxError where there is no sandbox or where it fails itself, and ValueError for tests
@@ -193,8 +184,8 @@ def judge(
             passed += not wrong
             first = first or (f"; test {number}: {wrong}" if wrong else "")
             if wrong and all_or_nothing:
-                return CodeVerdict(0.0, f"not all of {len(cases)} tests pass{first}")
-    return CodeVerdict(passed / len(cases), f"{passed} of {len(cases)} tests pass{first}")
+                return Noted(0.0, f"not all of {len(cases)} tests pass{first}")
+    return Noted(passed / len(cases), f"{passed} of {len(cases)} tests pass{first}")
 
 
 class CodeScorer(Scorer[..., Any]):
@@ -278,5 +269,4 @@ def _judged(
 ) -> Noted:
     """The reward and the note."""
     limits = SandboxLimits(time_s=time_s, total_s=total_s, memory_bytes=memory_bytes)
-    verdict = judge(program_in(completion), tests, limits, all_or_nothing=all_or_nothing)
-    return Noted(verdict.reward, verdict.note)
+    return judge(program_in(completion), tests, limits, all_or_nothing=all_or_nothing)

@@ -236,7 +236,7 @@ def test_a_program_earns_the_share_of_its_tests_that_it_passes(
     source: str, tests: Any, reward: float, note: str
 ) -> None:
     verdict = judge(source, tests)
-    assert verdict.reward == reward
+    assert verdict.value == reward
     assert re.search(note, verdict.note), verdict.note
 
 
@@ -251,14 +251,14 @@ def test_a_program_that_names_a_literal_earns_nothing_and_the_right_one_all(want
         f" {5 if wanted[0] != '[' else [5, 5]}"
     )
     right = f"import json\ndef f(x):\n    return json.loads('{wanted}')"
-    assert [judge(source, tests).reward for source in (cheats, right)] == [0.0, 1.0]
+    assert [judge(source, tests).value for source in (cheats, right)] == [0.0, 1.0]
 
 
 @needs_sandbox
 def test_where_all_must_pass_the_first_failure_is_the_last_test() -> None:
     tests = ["assert add(1, 2) == 3", "assert add(1, 1) == 3", "while True: add(1, 1)"]
     verdict = judge(ADD, tests, SandboxLimits(time_s=20.0), all_or_nothing=True)
-    assert verdict.reward == 0.0
+    assert verdict.value == 0.0
     assert verdict.note.startswith("not all of 3 tests pass; test 2: AssertionError")
 
 
