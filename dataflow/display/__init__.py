@@ -14,7 +14,6 @@ from dataflow.display.views import (
     PassedOn,
     PlainView,
     SafeView,
-    View,
     direct,
     for_a_while,
     told_by,
@@ -26,7 +25,7 @@ def make_view(stream: TextIO, interval_s: float = 5.0) -> SafeView:
     raises, and whoever tells it something never waits for the stream.
     """
     way = direct(stream)
-    makers: list[Callable[[], View]] = [lambda: PlainView(way, interval_s)]
+    makers: list[Callable[[], PlainView | LiveView]] = [lambda: PlainView(way, interval_s)]
     if _is_terminal(stream):
         makers.insert(0, lambda: LiveView(Console(file=way)))
     return SafeView(makers)
@@ -72,7 +71,6 @@ __all__ = [
     "SafeView",
     "Snapshot",
     "Summary",
-    "View",
     "for_a_while",
     "make_view",
     "say",

@@ -12,7 +12,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from types import TracebackType
-from typing import Any, Protocol, Self, TextIO
+from typing import Any, Self, TextIO, TypeAlias
 
 from rich.console import Console, ConsoleOptions, RenderResult
 from rich.live import Live
@@ -285,22 +285,6 @@ _STYLES = {
 }
 
 
-class View(Protocol):
-    """The display, as the control loop sees it."""
-
-    def update(self, snapshot: Snapshot) -> None:
-        """Show the run as it is now; cheap, may be called as often as one likes."""
-
-    def message(self, text: str) -> None:
-        """Say something that stays on the screen."""
-
-    def summary(self, summary: Summary) -> None:
-        """Say how the run ended."""
-
-    def close(self) -> None:
-        """Give the terminal back."""
-
-
 class PlainView:
     """A line at a fixed interval, for logs and pipes."""
 
@@ -380,7 +364,7 @@ class LiveView:
         self._live.start()
 
     def update(self, snapshot: Snapshot) -> None:
-        """Take the snapshot; drawn at most every REFRESH_S seconds."""
+        """Take the snapshot, as often as one likes; drawn at most every REFRESH_S seconds."""
         self._snapshot = snapshot
         reward = known(snapshot.reward)
         if reward is not None and snapshot.step != self._rewarded_step:
@@ -430,6 +414,9 @@ class _Lines:
                 shown = text.encode(self._encoding, "replace").decode(self._encoding)
                 yield Segment(shown, _STYLES[style])
             yield end
+
+
+View: TypeAlias = PlainView | LiveView
 
 
 def glyphs_for(stream: TextIO) -> Glyphs:
