@@ -146,7 +146,7 @@ class TestOpenEnv:
         ("said", "found"),
         [
             ("die", r"could not go on; found ConnectionClosed"),
-            ("mute", r"could not go on; found no answer within 10 s"),
+            ("mute", r"could not go on; found no answer within 3 s"),
             ("shout", r"could not go on; found ConnectionClosedError.*too big"),
             ("broken", r"the server could not step; found EXECUTION_ERROR: 'no disk'"),
         ],
@@ -157,7 +157,7 @@ class TestOpenEnv:
         with openenv() as served:
             with pytest.raises(WorldFailed, match=found):
                 played(
-                    self.world(served, timeout_s=10.0 if said == "mute" else 20.0),
+                    self.world(served, timeout_s=3.0 if said == "mute" else 20.0),
                     Spoken([said]),
                     {"seed": 7},
                 )

@@ -298,7 +298,7 @@ def test_one_process_that_stays_serves_many_rollouts_each_with_a_key_of_its_own(
 
 WRONG = {
     "raises": "raised: its program ended with status 1: ValueError: the agent is broken",
-    "hangs": "hung: no call and no end within 10 s",
+    "hangs": "hung: no call and no end within 5 s",
     "is unlucky": "world: its program ended with status 75: the judge is away",
     "dies": "died: its program ended by signal 9",
     "shouts": "unusable: it said more than 1024 KB",
@@ -321,7 +321,7 @@ def test_a_program_that_goes_wrong_is_an_error_of_its_rollouts_and_no_reward(cha
         columns=("answer",),
         returns=float,
         imports=SHARED,
-        timeout_s=10.0,
+        timeout_s=5.0,
         concurrency=6,
     )
     found = collect(
