@@ -348,3 +348,12 @@ def test_an_earlier_ledger_whose_rows_have_no_sums_is_read_and_written(tmp_path:
         commit(ledger, 1, [0, 1])
         Ledger.prove(path)
         assert ledger.counts("actor").trained == 2
+
+
+def test_steps_are_committed_in_order_without_gaps(ledger: Ledger) -> None:
+    issue(ledger, 4)
+    with pytest.raises(LedgerError, match="committed step 2 but its last one is 0; commit step 1"):
+        commit(ledger, 2, [0])
+    commit(ledger, 1, [0])
+    with pytest.raises(LedgerError, match="committed step 1 but its last one is 1"):
+        commit(ledger, 1, [1])

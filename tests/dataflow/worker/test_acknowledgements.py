@@ -87,3 +87,16 @@ def test_every_group_of_a_delivery_is_acknowledged_once_and_not_while_it_is_need
             assert all(
                 acked[number_of, group] == (newest.get(group) != number_of) for group in groups
             )
+
+
+def test_branches_and_sources_are_told_apart() -> None:
+    held, acks = Acknowledgements(), Acks()
+    for origin in ("left", "right"):
+        assert held.arrive("a", origin, acks.of(origin, 1)) == [1]
+    assert held.arrive("b", "left", acks.of("other", 1)) == [1]
+    held.sent("a", [1], 1)
+    held.done("a", "left", [1])
+    held.acknowledged("a", [1])
+    assert not acks
+    held.done("a", "right", [1])
+    assert sorted(acks) == ["1 left", "1 right"] and len(held) == 1
