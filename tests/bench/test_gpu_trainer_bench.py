@@ -38,6 +38,7 @@ def rows(path):
     ]
 
 
+@pytest.mark.slow
 def test_every_way_of_a_step_runs_without_a_gpu(tmp_path):
     path = tmp_path / "gpu.jsonl"
     assert gpu.main(["--device", "cpu", "--tiny", "--only", "trainer", "--json", str(path)]) == 0

@@ -50,7 +50,7 @@ def test_chains_have_the_answers_of_their_package() -> None:
 
 
 @pytest.mark.usefixtures("one_core")
-@pytest.mark.parametrize("kl", [0.0, 0.05])
+@pytest.mark.parametrize("kl", [pytest.param(0.0, marks=pytest.mark.slow), 0.05])
 def test_a_policy_with_a_chat_template_trains_on_its_own_answers(
     policy: Path, kl: float, tmp_path: Path
 ) -> None:

@@ -66,11 +66,10 @@ def done(policy: Path, runs: Path, **how: Any) -> Path:
 @pytest.mark.parametrize(
     ("how", "at"),
     [
-        ("hang", "log"),
         ("die", "log"),
         *(
             pytest.param(*each, marks=pytest.mark.slow)
-            for each in (("raise", "start"), ("flood", "log"), ("hang", "finish"))
+            for each in (("hang", "log"), ("raise", "start"), ("flood", "log"), ("hang", "finish"))
         ),
     ],
 )
