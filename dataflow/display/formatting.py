@@ -230,8 +230,8 @@ class Silence:
         """What is silent, in how many groups, with an example."""
         return (
             f"nothing to learn from: {', '.join(sorted(self._scorers))} gave all rollouts of a"
-            f" group the same value in all {self._groups} groups of {self.steps} steps, such as"
-            f" {self._example}"
+            f" group the same value in all {self._groups} groups of {self.steps}"
+            f" step{'s' if self.steps > 1 else ''}, such as {self._example}"
         )
 
 

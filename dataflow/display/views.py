@@ -160,9 +160,8 @@ def summary_lines(summary: Summary, glyphs: Glyphs, width: int | None = None) ->
         (clean(summary.outcome), style),
     ]
     if known(summary.steps) is not None:
-        head.append(
-            (f"  {count(summary.steps)} steps in {duration(summary.wall_s, glyphs.dash)}", "")
-        )
+        steps = f"{count(summary.steps)} step{'s' if summary.steps != 1 else ''}"
+        head.append((f"  {steps} in {duration(summary.wall_s, glyphs.dash)}", ""))
     rows: list[tuple[str, str, str]] = []
 
     def change(name: str, before: float | None, after: float | None, over: str = "") -> None:

@@ -48,6 +48,9 @@ class SandboxLimits:
     threads: int = 64
 
 
+_USUAL = SandboxLimits()
+
+
 @dataclass(frozen=True)
 class ScriptTest:
     """A test that runs the program as a script."""
@@ -92,7 +95,7 @@ class SandboxResult:
 
 
 def run(
-    source: str, tests: Sequence[Test], limits: SandboxLimits
+    source: str, tests: Sequence[Test], limits: SandboxLimits = _USUAL
 ) -> Generator[SandboxResult, None, None]:
     """Run a program's tests in one sandbox, each in a new process: an outcome for each, as they
     come.

@@ -126,8 +126,8 @@ def test_the_age_of_rollouts_is_judged_by_the_trainer_whose_versions_they_have(
     assert found.clean, found
     assert (
         found.summary
-        == "actor: 1 group issued = 1 trained + 0 dropped + 0 in flight; 1 steps; max staleness 0"
-        " of 0 | critic: 1 group issued = 1 trained + 0 dropped + 0 in flight; 1 steps"
+        == "actor: 1 group issued = 1 trained + 0 dropped + 0 in flight; 1 step; max staleness 0"
+        " of 0 | critic: 1 group issued = 1 trained + 0 dropped + 0 in flight; 1 step"
     )
 
 

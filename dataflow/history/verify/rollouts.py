@@ -302,8 +302,9 @@ def _here(
     if away:
         hosts = named(dict.fromkeys(have[step] for step in away))
         findings.note(
-            f"the rollouts of {len(away)} steps of '{node}' are on host {hosts}, and not here: what"
-            " became of their groups is judged by the ledger alone"
+            f"the rollouts of {len(away)} step{'s' if len(away) > 1 else ''} of '{node}' are on"
+            f" host {hosts}, and not here: what became of their groups is judged by the ledger"
+            " alone"
         )
     return [(step, path) for step, path in paths if have[step] == HOME]
 

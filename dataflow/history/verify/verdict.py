@@ -147,7 +147,8 @@ def _judge_trainer(
             ),
         ]
         age = "" if bound is None else f"{age} of {', then '.join(map(str, bounds))}"
-    return f"{name}{counts}; {len(sink.steps)} steps{age}"
+    steps = len(sink.steps)
+    return f"{name}{counts}; {steps} step{'s' if steps != 1 else ''}{age}"
 
 
 def _judge_evaluation(facts: VerifyFacts, node: str, sink: SinkRows, findings: Findings) -> str:

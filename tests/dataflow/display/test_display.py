@@ -138,6 +138,11 @@ def test_the_screen_at_forty_cells_without_unicode() -> None:
     ]
 
 
+def test_the_summary_of_one_step_says_one_step() -> None:
+    summary = Summary(graph="g", outcome="finished", steps=1, wall_s=2.0)
+    assert text_of(summary_lines(summary, UNICODE)[0]) == "g finished  1 step in 0:02"
+
+
 def test_the_summary_tells_the_outcome_and_what_to_look_at_next() -> None:
     found = [text_of(line).rstrip() for line in summary_lines(SUMMARY, UNICODE)]
     assert found == [

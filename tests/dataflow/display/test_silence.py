@@ -33,6 +33,7 @@ def test_what_is_said_names_the_scorer_the_groups_and_a_row() -> None:
         "reward 0.0 for the completion 'x' of 'y'",
     ):
         assert part in said
+    assert "all 4 groups of 1 step, such as" in silence([MUTE])
 
 
 def test_the_summary_has_it() -> None:

@@ -460,7 +460,7 @@ def test_rollouts_that_another_host_has_are_judged_by_the_ledger_whatever_stands
     verdict = verify(run.path)
     assert verdict.clean, verdict.line
     assert any(
-        "the rollouts of 1 steps of 'trainer' are on host c, and not here" in note
+        "the rollouts of 1 step of 'trainer' are on host c, and not here" in note
         for note in verdict.notes
     )
 

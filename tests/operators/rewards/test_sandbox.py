@@ -66,10 +66,7 @@ def test_without_its_filter_a_sandbox_still_has_no_network_and_no_files(hostile:
 @needs_sandbox
 def test_each_test_runs_in_a_process_of_its_own() -> None:
     source = "seen = []\ndef f(x):\n    seen.append(x)\n    return seen"
-    assert all(
-        outcome.passed
-        for outcome in run(source, [PythonTest("assert f(1) == [1]")] * 3, SandboxLimits())
-    )
+    assert all(outcome.passed for outcome in run(source, [PythonTest("assert f(1) == [1]")] * 3))
 
 
 @needs_sandbox
