@@ -289,9 +289,10 @@ class SeededTasks(Sequence[dict[str, str]]):
         try:
             session = made(name, self._play.options)
         except Exception as error:
+            is_missing = isinstance(error, ImportError)
+            way = "install what it imports" if is_missing else "give it other options"
             raise RecordError(
-                f"environment '{name}' cannot be made; found {type(error).__name__}: {error}; give"
-                " it other options"
+                f"environment '{name}' cannot be made; found {type(error).__name__}: {error}; {way}"
             ) from error
         try:
             yield session

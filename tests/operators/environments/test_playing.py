@@ -13,10 +13,10 @@ import pytest
 from rigs.worlds.counted import known, opened
 
 from dataflow import Graph, GraphError, Model
-from dataflow.errors import WorldFailed
+from dataflow.errors import RecordError, WorldFailed
 from operators import Generator
 from operators.environments import environment
-from operators.environments.session import SYSTEMS
+from operators.environments.session import SYSTEMS, System
 from operators.episodes.chat import EpisodeOver
 
 
@@ -180,6 +180,17 @@ def test_a_range_of_seeds_makes_prompts_of_what_the_environment_says_first(tmp_p
         "Go. 3=",
         "Go. 4=",
     ] and held_out.count() == 2
+
+
+def test_of_an_environment_that_lacks_a_package_the_message_says_to_install_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "lacking_world.py").write_text("def make(name): import no_such_package\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    lacking = System(module="lacking_world", package="json", extra="none")
+    monkeypatch.setitem(SYSTEMS, "lacking", lacking)
+    with pytest.raises(RecordError, match="'no_such_package'; install what it imports"):
+        next(iter(environment("lacking:world").tasks(range(1)).source))
 
 
 def test_a_row_whole_is_a_task(tmp_path: Path) -> None:
