@@ -5,6 +5,7 @@ front.
 from __future__ import annotations
 
 import re
+from collections.abc import Collection, Mapping
 from typing import Annotated, Any, Generic, NoReturn, TypeAlias, TypeVar, Union, dataclass_transform
 
 import msgspec
@@ -148,6 +149,10 @@ def _lowered(value: Any) -> Any:
     for kind in (str, int, float):
         if isinstance(value, kind):
             return kind(value)
+    if isinstance(value, Mapping):
+        return dict(value)
+    if isinstance(value, Collection):
+        return list(value)
     raise TypeError(f"a value of type {type(value).__name__}")
 
 

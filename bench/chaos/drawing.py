@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, cast
 
 from bench.chaos.figures import DRAWN
-from dataflow.folder.ledger.base import BaseLedger
+from dataflow.folder.ledger import BaseLedger
 from dataflow.folder.run_folder import RunFolder
 from dataflow.records import GROUP_ID
 from dataflow.runtime import Batch, Context

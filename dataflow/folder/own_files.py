@@ -13,10 +13,7 @@ from dataflow.errors import GraphError, RunError
 from dataflow.folder.checkpoints import Checkpoints
 from dataflow.folder.copies.process import bring_checkpoint
 from dataflow.folder.copies.store import Copies
-from dataflow.folder.ledger.base import BaseLedger
-from dataflow.folder.ledger.places import HOME
-from dataflow.folder.ledger.questions import ListPlaces
-from dataflow.folder.ledger.upkeep import SetPlace
+from dataflow.folder.ledger import HOME, BaseLedger
 from dataflow.system.files import RunFolderError, disk, write_atomically
 
 METRICS = "metrics.jsonl"
@@ -49,7 +46,7 @@ class OwnFiles:
             if self._host != HOME:
                 self._bring_metrics(path)
             return
-        host = self._ledger.do(ListPlaces(name)).get(name, HOME)
+        host = self._ledger.places(name).get(name, HOME)
         if host != self._host:
             raise RunFolderError(
                 f"'{name}' is not on this host, but {_where(host)}, and hosts with a folder each"
@@ -65,7 +62,7 @@ class OwnFiles:
         made; GraphError where the address does not answer and there is nothing else.
         """
         checkpoints, below = Checkpoints(path), self._name(path)
-        rows = _steps(self._ledger.do(ListPlaces(f"{below}/")))
+        rows = _steps(self._ledger.places(f"{below}/"))
         if self._host == HOME and not rows:
             return
         for step in checkpoints.steps():
@@ -85,7 +82,7 @@ class OwnFiles:
                 )
                 if copied is not None:
                     name = f"{below}/{checkpoints.folder(copied).name}"
-                    self._ledger.do(SetPlace(name, self._host))
+                    self._ledger.set_place(name, self._host)
                     return
                 reason = f"'{self._copies.place}' has no newer one"
             except RunError as error:

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from dataflow.errors import Replaced
-from dataflow.folder.ledger.renewal import renew
+from dataflow.folder.ledger.copying import renew
 from dataflow.folder.run_folder import RunFolder
 from dataflow.folder.run_lock import UnderWay
 from dataflow.system.clocks import AwakeClock

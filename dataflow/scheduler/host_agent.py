@@ -9,7 +9,7 @@ from msgspec import structs
 
 from dataflow.agent.forkserver_messages import Handed, Spawn
 from dataflow.agent.messages import Begin, Built, HandedOver, Join
-from dataflow.folder.ledger.places import HOME
+from dataflow.folder.ledger import HOME
 from dataflow.planning.hosts import Host
 
 _LIVE_S = 3.0

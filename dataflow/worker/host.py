@@ -18,9 +18,7 @@ from dataflow.folder import knob_changes
 from dataflow.folder.copies.store import Copies
 from dataflow.folder.finished import Finished
 from dataflow.folder.knob_changes import KnobChange
-from dataflow.folder.ledger import BaseLedger, Ledger
-from dataflow.folder.ledger.places import HOME
-from dataflow.folder.ledger.questions import LeastReturn
+from dataflow.folder.ledger import HOME, BaseLedger, Ledger
 from dataflow.folder.ledger_service.client import LedgerClient
 from dataflow.folder.rollback import take_out_abandoned
 from dataflow.folder.run_folder import RunFolder
@@ -439,7 +437,7 @@ def in_flight(ledger: BaseLedger, source: str, folder: RunFolder) -> list[int]:
     else has forgotten what weights drew that a trainer has gone back behind: that is done here,
     before it is looked for.
     """
-    if folder.placing.disk != HOME and (least := ledger.do(LeastReturn())) is not None:
+    if folder.placing.disk != HOME and (least := ledger.least_return()) is not None:
         take_out_abandoned(folder.path / "finished", source, least)
     return [group.group_id for group in ledger.in_flight(source)]
 

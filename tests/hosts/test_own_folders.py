@@ -21,11 +21,10 @@ PLACE = {"generator": ("a", "b"), "trainer": "c"}
 ASK = """
 import json, sys
 from dataflow.folder.ledger import Ledger
-from dataflow.folder.ledger.questions import ListPlaces
 ledger = Ledger.open(sys.argv[1], readonly=True)
 """
 TRAINED = "print(json.dumps({step.step: list(step.trained) for step in ledger.steps('trainer')}))"
-PLACES = "print(json.dumps(ledger.do(ListPlaces('rollouts/'))))"
+PLACES = "print(json.dumps(ledger.places('rollouts/')))"
 LIMITS = {"hang_s": 12.0, "host_s": 20.0, "adopt_s": 20.0}
 
 

@@ -84,8 +84,8 @@ HOSTS = (
     Law(
         "files of steps taken back do not count",
         "test_a_return_forgets_who_had_the_files_of_steps_that_are_taken_back",
-        "dataflow.folder.ledger.upkeep:RollBack.run",
-        without("forget_after"),
+        "dataflow.folder.ledger:BaseLedger.roll_back",
+        without("_forget_places"),
         "dropping their places",
     ),
     Law(

@@ -420,7 +420,7 @@ LEDGER = (
     Law(
         "issued = trained + dropped + in flight",
         "test_every_issued_group_is_trained_or_dropped_or_in_flight",
-        "dataflow.folder.ledger:counts",
+        "dataflow.folder.ledger:BaseLedger.counts",
         spelled("AND o.node = :node", "AND o.outcome = 'trained' AND o.node = :node"),
         "a drop leaving flight",
     ),
@@ -469,15 +469,19 @@ LEDGER = (
     Law(
         "a step and its groups commit together",
         "test_a_refused_step_leaves_no_trace",
-        "dataflow.folder.ledger:CommitStep.run",
-        before("db.execute('COMMIT'); db.execute('BEGIN IMMEDIATE')", "_end", "outcomes", "db"),
+        "dataflow.folder.ledger:BaseLedger.commit_step",
+        before(
+            "self._db.execute('COMMIT'); self._db.execute('BEGIN IMMEDIATE')", "_end", "outcomes"
+        ),
         "the transaction",
     ),
     Law(
         "a call of the ledger is done or not begun",
         "test_a_crash_at_any_statement_leaves_a_call_done_or_not_begun",
-        "dataflow.folder.ledger:CommitStep.run",
-        before("db.execute('COMMIT'); db.execute('BEGIN IMMEDIATE')", "_end", "outcomes", "db"),
+        "dataflow.folder.ledger:BaseLedger.commit_step",
+        before(
+            "self._db.execute('COMMIT'); self._db.execute('BEGIN IMMEDIATE')", "_end", "outcomes"
+        ),
         "the transaction, under a crash",
     ),
     Law(
@@ -504,8 +508,8 @@ LEDGER = (
     Law(
         "a repeated write is made once, across a restart",
         "test_a_write_that_was_made_before_the_service_fell_is_not_made_by_the_next_one",
-        "dataflow.folder.ledger:NumberedWrite.run",
-        without("_ANSWERED"),
+        "dataflow.folder.ledger_service:RequestHandler._made",
+        without("_ANSWERED", "None"),
         "its number in the transaction",
     ),
     Law(
@@ -687,7 +691,7 @@ LEDGER = (
     Law(
         "a restarted node asks only about its own groups",
         "test_of_some_groups_those_in_flight_are_found_at_a_cost_that_does_not_grow_with_the_ledger",
-        "dataflow.folder.ledger:in_flight",
+        "dataflow.folder.ledger:BaseLedger.in_flight",
         spelled(
             "group_id IN (SELECT value FROM json_each(:among))",
             "(SELECT count(*) FROM json_each(:among) WHERE value = group_id)",

@@ -36,10 +36,8 @@ from dataflow.folder.copies.store import (
     find,
     name_of,
 )
-from dataflow.folder.ledger import Ledger
+from dataflow.folder.ledger import HOME, Ledger
 from dataflow.folder.ledger.copying import unpack
-from dataflow.folder.ledger.places import HOME
-from dataflow.folder.ledger.upkeep import SetPlace
 from dataflow.folder.retention import FACT
 from dataflow.folder.run_folder import RunFolder
 from dataflow.limits import Limits
@@ -192,7 +190,7 @@ def _note(folder: Path, steps: Mapping[str, int], copies: Mapping[str, Any]) -> 
         config = {**facts["config"], CONFIG: copies}
         ledger.set_facts({**gone, "config": config})
         for trainer, step in steps.items():
-            ledger.do(SetPlace(str(Path("checkpoints", trainer, name_of(step))), HOME))
+            ledger.set_place(str(Path("checkpoints", trainer, name_of(step))), HOME)
         ledger.flush()
     for name, value in (("graph.json", facts["graph"]), ("config.json", config)):
         RunFolder(folder).write_json(name, value)

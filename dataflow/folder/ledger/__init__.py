@@ -4,10 +4,18 @@ crash.
 
 from dataflow.folder.ledger.base import BaseLedger
 from dataflow.folder.ledger.ledger import Ledger
-from dataflow.folder.ledger.reads import Fate, InFlight, MadeStep, OutcomeCounts, PlannedStep
-from dataflow.folder.ledger.schema import STATES, LedgerError
+from dataflow.folder.ledger.records import (
+    Fate,
+    InFlight,
+    MadeStep,
+    OutcomeCounts,
+    PlannedStep,
+    some,
+)
+from dataflow.folder.ledger.schema import HOME, STATES, LedgerError
 
 __all__ = [
+    "HOME",
     "STATES",
     "BaseLedger",
     "Fate",
@@ -17,4 +25,5 @@ __all__ = [
     "MadeStep",
     "OutcomeCounts",
     "PlannedStep",
+    "some",
 ]

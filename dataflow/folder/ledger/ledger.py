@@ -3,13 +3,13 @@
 import contextlib
 import sqlite3
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import TypeVar
+from typing import Any
 
 from dataflow.folder.ledger.base import BaseLedger
-from dataflow.folder.ledger.calls import LedgerCall, register
 from dataflow.folder.ledger.copying import pack
+from dataflow.folder.ledger.methods import Method
 from dataflow.folder.ledger.proof import prove
 from dataflow.folder.ledger.schema import (
     LedgerError,
@@ -17,12 +17,9 @@ from dataflow.folder.ledger.schema import (
     check_schema,
     closed_on_error,
     connect,
-    snapshot,
     transaction,
 )
 from dataflow.system.files import disk, flush_to_disk
-
-T = TypeVar("T")
 
 
 class Ledger(BaseLedger):
@@ -32,8 +29,7 @@ class Ledger(BaseLedger):
 
     def __init__(self, db: sqlite3.Connection, path: Path, clock: Callable[[], float]) -> None:
         super().__init__(path)
-        self._db = db
-        self._clock = clock
+        self._db, self._clock = db, clock
 
     @classmethod
     def create(
@@ -54,11 +50,12 @@ class Ledger(BaseLedger):
         db = connect(path, mode="rwc")
         with closed_on_error(db):
             build(db, path)
-            with transaction(db, path, "register the sinks"):
+            ledger = cls(db, path, clock)
+            with ledger.transaction("register the sinks"):
                 for node, sources in (consumers or {}).items():
                     for source in sources:
-                        register(db, node, source)
-        return cls(db, path, clock)
+                        ledger._register(node, source)
+        return ledger
 
     @classmethod
     def open(
@@ -73,10 +70,21 @@ class Ledger(BaseLedger):
             check_schema(db, path)
         return cls(db, path, clock)
 
-    def do(self, call: LedgerCall[T]) -> T:
+    def do(self, method: Method, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run a call in a transaction; one that another call makes is part of that one's."""
         self._check_owner()
-        with (transaction if call.writes else snapshot)(self._db, self.path, call.said):
-            return call.run(self._db, self._clock())
+        if self._db.in_transaction:
+            return method.function(self, *args, **kwargs)
+        with self.transaction(method.describe(args, kwargs), writes=method.writes):
+            return method.function(self, *args, **kwargs)
+
+    @contextlib.contextmanager
+    def transaction(self, doing: str, *, writes: bool = True) -> Iterator[sqlite3.Connection]:
+        """All or nothing: what the block writes is committed when it ends well, undone when it
+        raises. Where nothing writes, all that it reads is of one moment.
+        """
+        with transaction(self._db, self.path, doing, writes=writes):
+            yield self._db
 
     @classmethod
     def prove(cls, path: Path) -> None:
@@ -85,8 +93,11 @@ class Ledger(BaseLedger):
         Before anybody opens it to write: what its log cannot give back is gone then, and nothing
         tells of it.
         """
-        with cls.open(path, readonly=True) as ledger, snapshot(ledger._db, path, "be read"):
-            prove(path, ledger._db)
+        with (
+            cls.open(path, readonly=True) as ledger,
+            ledger.transaction("be read", writes=False) as db,
+        ):
+            prove(path, db)
 
     def flush(self) -> None:
         """As the base has it: what was committed is in the log of the database, or was moved from

@@ -10,8 +10,15 @@ from typing import TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from dataflow.folder.ledger import places, writers
-from dataflow.folder.ledger.schema import SUM, TABLES, UNSUMMED, LedgerError, summed
+from dataflow.folder.ledger.schema import (
+    PLACES,
+    SUM,
+    TABLES,
+    UNSUMMED,
+    WRITERS,
+    LedgerError,
+    summed,
+)
 
 _HEADER_BYTES, _FRAME_BYTES = 32, 24
 """Of a log, and of each page in it: https://www.sqlite.org/fileformat2.html#the_write_ahead_log."""
@@ -20,7 +27,7 @@ _MAGIC = {0x377F0682: "<u4", 0x377F0683: ">u4"}
 _MOST = 3
 _KNOWN = {
     statement.replace("IF NOT EXISTS ", ""): statement.partition(" (")[0].rpartition(" ")[2]
-    for statement in (*TABLES, places.TABLE, writers.TABLE)
+    for statement in (*TABLES, PLACES, WRITERS)
 }
 """By how SQLite keeps the statement that makes a table, its name."""
 

@@ -104,6 +104,29 @@ TABLES = (
     ),
 )
 
+PLACES = table(
+    "places",
+    """
+    path TEXT NOT NULL,   -- in the run folder: a file of rollouts, or the folder of a checkpoint
+    host TEXT NOT NULL""",
+    "PRIMARY KEY (path, host)) WITHOUT ROWID",
+)
+"""On which host a file counts, in a run whose hosts have no folder in common."""
+HOME = ""
+"""Stands for a host: the scheduler's folder, and all hosts that see it."""
+WRITERS = table(
+    "writers",
+    """
+    worker  TEXT NOT NULL,
+    holder  INTEGER NOT NULL,
+    attempt INTEGER NOT NULL,
+    session INTEGER NOT NULL,
+    number  INTEGER NOT NULL,   -- of its last write
+    refusal TEXT                -- why that was not made; null where it was""",
+    "PRIMARY KEY (worker)) WITHOUT ROWID",
+)
+"""Who may write, where one process has the ledger open for all."""
+
 
 class LedgerError(RunError):
     """The ledger cannot be opened, or was asked for something that would break one of its laws."""
@@ -165,19 +188,22 @@ def _row_sum(*values: object) -> int:
 
 
 @contextlib.contextmanager
-def transaction(db: sqlite3.Connection, path: Path, doing: str) -> Iterator[None]:
+def transaction(
+    db: sqlite3.Connection, path: Path, doing: str, *, writes: bool = True
+) -> Iterator[None]:
     """All or nothing: what the block writes is committed when it ends well, undone when it
-    raises.
+    raises. Where nothing writes, all that it reads is of one moment, whatever others write
+    meanwhile.
     """
-    with _bracket(db, path, doing, "BEGIN IMMEDIATE"):
-        yield
-
-
-@contextlib.contextmanager
-def snapshot(db: sqlite3.Connection, path: Path, doing: str) -> Iterator[None]:
-    """Everything the block reads is of one moment, whatever others write meanwhile."""
-    with _bracket(db, path, doing, "BEGIN"):
-        yield
+    with explained(doing, path):
+        db.execute("BEGIN IMMEDIATE" if writes else "BEGIN")
+        try:
+            yield
+            db.execute("COMMIT")
+        except BaseException:
+            if db.in_transaction:
+                db.execute("ROLLBACK")
+            raise
 
 
 @contextlib.contextmanager
@@ -195,19 +221,6 @@ def explained(doing: str, path: Path) -> Iterator[None]:
         raise LedgerError(
             f"ledger '{path}' could not {doing}: {error}; {_advice('malformed')}"
         ) from error
-
-
-@contextlib.contextmanager
-def _bracket(db: sqlite3.Connection, path: Path, doing: str, begin: str) -> Iterator[None]:
-    with explained(doing, path):
-        db.execute(begin)
-        try:
-            yield
-            db.execute("COMMIT")
-        except BaseException:
-            if db.in_transaction:
-                db.execute("ROLLBACK")
-            raise
 
 
 def _advice(release: str) -> str:

@@ -8,36 +8,27 @@ from collections import deque
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeAlias, TypeVar, cast
+from typing import Any, Concatenate, ParamSpec, TypeVar, cast
 
 import zmq
 
 from dataflow.errors import DeadlineError, Replaced, RunError
 from dataflow.folder.copies.store import Copies
-from dataflow.folder.ledger import BaseLedger, LedgerError
-from dataflow.folder.ledger.calls import LedgerCall, Write
-from dataflow.folder.ledger.places import HOME
-from dataflow.folder.ledger.questions import AnyRead
-from dataflow.folder.ledger.upkeep import AnyWrite
-from dataflow.folder.ledger.writers import Token
+from dataflow.folder.ledger import HOME, BaseLedger, LedgerError
+from dataflow.folder.ledger.methods import METHODS, Call, Method, describe, method_of
+from dataflow.folder.ledger_service.files import RunFiles
 from dataflow.folder.ledger_service.messages import (
     FROM_LEDGER,
     TO_LEDGER,
     Answer,
-    AppendLine,
-    AskWalBytes,
     Behind,
-    Flush,
     Join,
-    Pack,
-    PutInPlace,
     Query,
     QueryResult,
-    ReadMetrics,
-    ReadPacked,
     Record,
     Recorded,
     Refused,
+    Token,
     ToLedger,
 )
 from dataflow.folder.own_files import OwnFiles
@@ -102,12 +93,9 @@ class ServiceSocket:
         return dealer
 
 
+P = ParamSpec("P")
 T = TypeVar("T")
 
-AnyAside: TypeAlias = (
-    Flush | AskWalBytes | Pack | ReadPacked | PutInPlace | AppendLine | ReadMetrics
-)
-"""Requests that change no row of the ledger."""
 PATIENCE_S = 30.0
 """Seconds to wait for a service that is away."""
 AGAIN_S = 1.0
@@ -167,7 +155,7 @@ class LedgerClient(BaseLedger):
         self._files = OwnFiles(
             self,
             disk,
-            lambda offset: bytes(self._ask_from_any_thread(ReadMetrics(offset))),
+            partial(self._ask_files, RunFiles.read_metrics),
             copies,
         )
         self._token = Token(worker, holder, attempt, secrets.randbits(62))
@@ -191,7 +179,7 @@ class LedgerClient(BaseLedger):
         """Lines of other threads."""
         self._aside_lock, self._packing = threading.Lock(), threading.Lock()
         try:
-            self._ask(Join())
+            self._ask(Join(self._token, next(self._tickets)))
         except BaseException:
             self._line.close()
             raise
@@ -211,35 +199,39 @@ class LedgerClient(BaseLedger):
             self._files.see_newest,
         )
 
-    def do(self, call: LedgerCall[T]) -> T:
-        """Have it done. Errors: LedgerError; Replaced; DeadlineError."""
-        if not call.writes:
-            return cast("T", self._ask(cast("AnyRead", call)))
-        number = self._send(cast("AnyWrite", call))
-        self._wait(lambda: not self._unheard, call.said)
+    def do(self, method: Method, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Have a call done; one that is posted is done before any later call, and its error may
+        come with that. Errors: LedgerError; Replaced; DeadlineError.
+        """
+        call = method.message(args, kwargs)
+        if not method.writes:
+            after = self._unheard[-1].number if self._unheard else 0
+            return self._ask(Query(self._token, next(self._tickets), after, call))
+        number = self._send(call)
+        if method.is_posted:
+            if len(self._unheard) > UNHEARD:
+                self._wait(lambda: len(self._unheard) <= UNHEARD, describe(call))
+            return None
+        self._wait(lambda: not self._unheard, describe(call))
         if (error := self._errors.pop(number, None)) is not None:
             raise error
-        return cast("T", None)
-
-    def _post(self, call: Write) -> None:
-        self._send(cast("AnyWrite", call))
-        if len(self._unheard) > UNHEARD:
-            self._wait(lambda: len(self._unheard) <= UNHEARD, call.said)
+        return None
 
     def flush(self) -> None:
-        self._ask_from_any_thread(Flush())
+        self._ask_files(RunFiles.flush)
 
     @property
     def wal_bytes(self) -> int:
-        return int(self._ask_from_any_thread(AskWalBytes()))
+        return self._ask_files(RunFiles.wal_bytes)
 
     def pack(self, into: Path) -> None:
         with self._packing, disk("writing", into), into.open("wb") as file:
-            size, offset = int(self._ask_from_any_thread(Pack())), 0
+            worker, offset = self._token.worker, 0
+            size = self._ask_files(RunFiles.pack, worker, next(self._tickets))
             while offset < size:
-                some = self._ask_from_any_thread(ReadPacked(offset))
-                file.write(some)
-                offset += len(some)
+                content = self._ask_files(RunFiles.read_packed, worker, offset)
+                file.write(content)
+                offset += len(content)
 
     def close(self) -> None:
         """Wait for posted writes, and let go of the service; a failure is no error."""
@@ -258,19 +250,19 @@ class LedgerClient(BaseLedger):
     def _place(self, path: Path, at: Path, aside: Path | None = None) -> None:
         """As `placing.put`, from any thread. Errors: RunFolderError; Replaced."""
         named = None if aside is None else self._name(aside)
-        self._ask_from_any_thread(PutInPlace(self._name(path), self._name(at), named, self._disk))
+        self._ask_files(RunFiles.put_in_place, self._name(path), self._name(at), named, self._disk)
         if self._disk != HOME:
             put(path, at, aside)
 
     def _append(self, path: Path, line: str) -> None:
         """As `append_line`, from any thread. Errors: RunFolderError; Replaced."""
-        self._ask_from_any_thread(AppendLine(self._name(path), line))
+        self._ask_files(RunFiles.append_line, self._name(path), line)
 
     def _name(self, path: Path) -> str:
         """A path's name in the run folder, wherever that is for the service."""
         return str(path.relative_to(self.path.parent))
 
-    def _send(self, call: AnyWrite) -> int:
+    def _send(self, call: Call) -> int:
         """Send a write; its number."""
         self._check_thread()
         self._hear(0.0)
@@ -282,17 +274,17 @@ class LedgerClient(BaseLedger):
         self._line.say(self._unheard[-1])
         return self._number
 
-    def _ask(self, request: Any) -> Any:
+    def _ask(self, question: Join | Query) -> Any:
         """Ask a question on this thread's line."""
         self._check_thread()
-        after = self._unheard[-1].number if self._unheard else 0
-        question = Query(self._token, next(self._tickets), after, request)
         self._asked, self._answer, self._said_at = question.ticket, None, self._clock()
         self._line.say(question)
-        self._wait(lambda: self._answer is not None, _doing(request), question)
-        return _value(self._answer)
+        self._wait(lambda: self._answer is not None, _doing(question), question)
+        return _value(question, self._answer)
 
-    def _wait(self, is_over: Callable[[], bool], doing: str, question: Query | None = None) -> None:
+    def _wait(
+        self, is_over: Callable[[], bool], doing: str, question: Join | Query | None = None
+    ) -> None:
         """Listen, and repeat unanswered messages. Errors: DeadlineError."""
         deadline, again_s = self._clock() + self._patience_s, AGAIN_S
         while not is_over():
@@ -340,17 +332,28 @@ class LedgerClient(BaseLedger):
         for record in self._unheard:
             self._line.say(record)
 
-    def _ask_from_any_thread(self, request: AnyAside) -> Any:
+    def _ask_files(
+        self,
+        method: Callable[Concatenate[RunFiles, P], T],
+        /,
+        *args: P.args,
+        **kwargs: P.kwargs,
+    ) -> T:
         """Ask what changes no row of the ledger: another thread than the owner's uses a line of its
         own, so that only those wait for the disk who need to.
         """
-        if threading.get_ident() == self._thread:
-            return self._ask(request)
+        call = METHODS[method.__name__].message(args, kwargs)
+        is_owner = threading.get_ident() == self._thread
+        after = self._unheard[-1].number if is_owner and self._unheard else 0
+        question = Query(self._token, next(self._tickets), after, call)
+        return cast("T", self._ask(question) if is_owner else self._ask_aside(question))
+
+    def _ask_aside(self, question: Query) -> Any:
         self._check_owner()
         with self._aside_lock:
             if self._aside is None:
                 self._aside = self._open_line()
-            line, question = self._aside, Query(self._token, next(self._tickets), 0, request)
+            line = self._aside
             line.say(question)
             clock = AwakeClock()
             began = said_at = clock()
@@ -361,10 +364,10 @@ class LedgerClient(BaseLedger):
                         isinstance(answer, QueryResult | Refused)
                         and answer.ticket == question.ticket
                     ):
-                        return _value(answer)
+                        return _value(question, answer)
                 now = clock()
                 if now - began > self._patience_s:
-                    raise self._nobody(_doing(request), line.address)
+                    raise self._nobody(_doing(question), line.address)
                 if now - said_at >= again_s:
                     said_at, again_s = now, min(2 * again_s, MOST_AGAIN_S)
                     line.look()
@@ -390,27 +393,12 @@ class LedgerClient(BaseLedger):
         )
 
 
-def _doing(request: Any) -> str:
-    match request:
-        case Join():
-            return "join"
-        case Flush():
-            return "flush"
-        case AskWalBytes():
-            return "look at the log"
-        case Pack() | ReadPacked():
-            return "copy the ledger"
-        case PutInPlace():
-            return f"put '{request.at}' in place"
-        case AppendLine():
-            return f"add to '{request.path}'"
-        case ReadMetrics():
-            return "read metrics.jsonl"
-    return str(request.said)
+def _doing(question: Join | Query) -> str:
+    return "join" if isinstance(question, Join) else describe(question.call)
 
 
-def _value(answer: Any) -> Any:
+def _value(question: Join | Query, answer: Any) -> Any:
     """The value of an answer. Errors: the answer's error."""
     if isinstance(answer, Refused):
         raise _ERRORS[answer.error](answer.message)
-    return answer.result.value
+    return None if isinstance(question, Join) else method_of(question.call).answer(answer.value)

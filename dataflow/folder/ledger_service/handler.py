@@ -2,52 +2,46 @@
 once.
 """
 
-import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
-from typing import IO, Any, Literal, cast
+from typing import Any, Literal
 
 from dataflow.errors import Replaced, RunError
-from dataflow.folder import placing
 from dataflow.folder.ledger import Ledger, LedgerError
-from dataflow.folder.ledger.calls import LedgerCall, Value
-from dataflow.folder.ledger.copying import pack
-from dataflow.folder.ledger.questions import ListPlaces
-from dataflow.folder.ledger.upkeep import SetPlace
-from dataflow.folder.ledger.writers import (
-    FLOOR,
-    Admit,
-    ListWriters,
-    NotMade,
-    NumberedWrite,
-    PrepareWriters,
-    Token,
-    Writer,
-)
+from dataflow.folder.ledger.methods import describe, method_of, run
+from dataflow.folder.ledger.schema import WRITERS
+from dataflow.folder.ledger_service.files import RunFiles
 from dataflow.folder.ledger_service.messages import (
     Answer,
-    AppendLine,
-    AskWalBytes,
     Behind,
-    Flush,
     Join,
-    Pack,
-    PutInPlace,
     Query,
     QueryResult,
-    ReadMetrics,
-    ReadPacked,
     Record,
     Recorded,
     Refused,
+    Token,
     ToLedger,
 )
-from dataflow.system.files import RunFolderError, append_line, disk
+from dataflow.system.files import RunFolderError
 
-PACKED_BYTES = 4 << 20
-"""Bytes of one answer, at most."""
+FLOOR = ""
+"""Stands for a worker's name: the least number of a scheduler whose workers may write."""
+_ADMIT = "INSERT OR REPLACE INTO writers VALUES (?, ?, ?, ?, 0, NULL)"
+_ANSWERED = "UPDATE writers SET number = ?, refusal = ? WHERE worker = ?"
+_LIST = "SELECT worker, holder, attempt, session, number, refusal FROM writers"
+
+
+@dataclass(frozen=True)
+class Writer:
+    """The newest process of a worker, and its progress."""
+
+    token: Token
+    number: int = 0
+    """Number of its last write that has an answer: 1, 2, ..."""
+    refusal: str | None = None
+    """Why that write was not made."""
 
 
 @dataclass(frozen=True)
@@ -78,36 +72,39 @@ class RequestHandler:
         more; None: as it was, for workers that were taken over. holds: raises Replaced once
         somebody else holds the run. Errors: LedgerError.
         """
-        self._ledger, self._folder, self._holds = ledger, ledger.path.parent, holds
-        ledger.do(PrepareWriters(floor))
+        self._ledger, self._files, self._holds = ledger, RunFiles(ledger), holds
+        with ledger.transaction("prepare for several hosts") as db:
+            db.execute(WRITERS)
+            if floor is not None:
+                db.execute(_ADMIT, (FLOOR, floor, 0, 0))
         ledger.flush()
-        self._writers = ledger.do(ListWriters())
-        self._packed: dict[str, tuple[int, IO[bytes]]] = {}
-        """By worker, a copy of the ledger that it fetches, and the ticket that asked for it."""
-        self._has_places = bool(ledger.do(ListPlaces("")))
-        """Whether some file of the run was made on a host with a folder of its own."""
+        with ledger.transaction("list who writes", writes=False) as db:
+            self._writers = {row[0]: Writer(Token(*row[:4]), *row[4:]) for row in db.execute(_LIST)}
         self._floor = self._writers[FLOOR].token.holder if FLOOR in self._writers else 0
 
     def hear(self, message: ToLedger) -> Answer | Deferred:
         """Make a request, or answer why not. Errors: Replaced, once another scheduler holds the
         run: nothing was done.
         """
-        ticket, number = (0, message.number) if isinstance(message, Record) else (message.ticket, 0)
         try:
             self._holds()
         except RunFolderError as error:  # the disk does not say
-            return Refused(ticket, number, "RunFolderError", str(error))
+            return _refused(message, error)
         try:
-            return (
-                self._recorded(message) if isinstance(message, Record) else self._answered(message)
-            )
+            match message:
+                case Join():
+                    self._admit(message.token)
+                    return QueryResult(message.ticket)
+                case Query():
+                    return self._answered(message)
+                case Record():
+                    return self._recorded(message)
         except (Replaced, LedgerError, RunFolderError) as error:
-            return Refused(ticket, number, _kind(error), str(error))
+            return _refused(message, error)
 
     def close(self) -> None:
         """Drop copies that nobody has fetched."""
-        for _, file in self._packed.values():
-            file.close()
+        self._files.close()
 
     def flush(self) -> None:
         """Bring all that was made to the disk itself. Errors: RunFolderError when the disk
@@ -132,108 +129,36 @@ class RequestHandler:
     def _made(self, message: Record) -> Writer:
         """Make a write, or note why it is not made. Errors: LedgerError when the disk takes
         neither.
+
+        That it was made stands in its own transaction, so that one who did not hear of it can ask
+        for it again; a refused write is refused again, whatever has happened since.
         """
         worker, refusal = message.token.worker, None
         try:
-            self._ledger.do(NumberedWrite(worker, message.number, message.call))
+            with self._ledger.transaction(describe(message.call)) as db:
+                run(self._ledger, message.call)
+                db.execute(_ANSWERED, (message.number, None, worker))
         except LedgerError as error:
             refusal = str(error)
-            self._ledger.do(NotMade(worker, message.number, refusal))
+            with self._ledger.transaction("note a refusal") as db:
+                db.execute(_ANSWERED, (message.number, refusal, worker))
         self._writers[worker] = writer = Writer(message.token, message.number, refusal)
         return writer
 
     def _answered(self, message: Query) -> Answer | Deferred:
-        token, request = message.token, message.what
-        if isinstance(request, Join):
-            self._admit(token)
-            return QueryResult(message.ticket, Value(None))
-        writer = self._admitted(token)
+        writer = self._admitted(message.token)
         if writer.number < message.after:
             return Behind(writer.number + 1)
-        match request:
-            case Flush():
-                return Deferred(partial(self._aside, message, self._ledger.flush))
-            case Pack():
-                return Deferred(partial(self._aside, message, partial(self._pack, message)))
-            case ReadPacked():
-                return Deferred(
-                    partial(
-                        self._aside,
-                        message,
-                        partial(self._read_packed, token.worker, request.offset),
-                    )
-                )
-            case AskWalBytes():
-                return QueryResult(message.ticket, Value(self._ledger.wal_bytes))
-            case PutInPlace():
-                self._put_in_place(request)
-                return QueryResult(message.ticket, Value(None))
-            case ReadMetrics():
-                return Deferred(
-                    partial(self._aside, message, partial(self._read_metrics, request.offset))
-                )
-            case AppendLine():
-                append_line(self._inside(request.path), request.line)
-                return QueryResult(message.ticket, Value(None))
-            case _:
-                return QueryResult(
-                    message.ticket,
-                    request.travels_as(self._ledger.do(cast("LedgerCall[Any]", request))),
-                )
+        method, name = method_of(message.call), type(message.call).__name__
+        owner = self._files if hasattr(RunFiles, name) else self._ledger
+        answer = partial(self._run, owner, message)
+        return Deferred(answer) if method.waits_for_disk else answer()
 
-    def _put_in_place(self, request: PutInPlace) -> None:
-        """Put a file in place in this folder; or note that the worker's host does so in its own,
-        and that its file counts from now on.
-        """
-        path, at = self._inside(request.path), self._inside(request.at)
-        aside = None if request.aside is None else self._inside(request.aside)
-        if not request.disk:
-            placing.put(path, at, aside)
-        if request.disk or self._has_places:
-            self._ledger.do(SetPlace(request.at, request.disk))
-            self._has_places = True
-
-    def _aside(self, message: Query, do: Callable[[], Any]) -> Answer:
-        """Run what waits for the disk in the thread for that."""
+    def _run(self, owner: object, message: Query) -> Answer:
         try:
-            return QueryResult(message.ticket, Value(do()))
+            return QueryResult(message.ticket, run(owner, message.call))
         except (LedgerError, RunFolderError) as error:
-            return Refused(message.ticket, 0, _kind(error), str(error))
-
-    def _pack(self, message: Query) -> int:
-        """Pack a copy; a repeated question gets the same one, since its bytes are fetched in
-        parts.
-        """
-        worker = message.token.worker
-        ticket, file = self._packed.get(worker, (0, None))
-        with disk("packing", self._ledger.path):
-            if file is None or ticket != message.ticket:
-                if file is not None:
-                    file.close()
-                file = tempfile.TemporaryFile(dir=self._folder)  # noqa: SIM115
-                pack(self._ledger.path, file)
-                self._packed[worker] = message.ticket, file
-            return file.seek(0, 2)
-
-    def _read_packed(self, worker: str, offset: int) -> bytes:
-        if worker not in self._packed:
-            raise LedgerError(
-                f"'{worker}' asked for a copy of the ledger that is not there: the service was"
-                " started again meanwhile; ask for a new one"
-            )
-        file = self._packed[worker][1]
-        with disk("reading", self._ledger.path):
-            file.seek(offset)
-            return file.read(PACKED_BYTES)
-
-    def _read_metrics(self, offset: int) -> bytes:
-        path = self._folder / "metrics.jsonl"
-        with disk("reading", path):
-            if not path.exists():
-                return b""
-            with path.open("rb") as file:
-                file.seek(offset)
-                return file.read(PACKED_BYTES)
+            return _refused(message, error)
 
     def _admit(self, token: Token) -> None:
         writer = self._writers.get(token.worker)
@@ -241,7 +166,8 @@ class RequestHandler:
             raise _replaced(token, writer)
         if writer is not None and writer.token == token:
             return
-        self._ledger.do(Admit(token))
+        with self._ledger.transaction("let a worker write") as db:
+            db.execute(_ADMIT, (token.worker, token.holder, token.attempt, token.session))
         self._writers[token.worker] = Writer(token)
 
     def _admitted(self, token: Token) -> Writer:
@@ -251,18 +177,15 @@ class RequestHandler:
             raise _replaced(token, writer)
         return writer
 
-    def _inside(self, name: str) -> Path:
-        """A path in the run folder. Errors: RunFolderError for one that leads out of it."""
-        path = Path(name)
-        if path.is_absolute() or ".." in path.parts:
-            raise RunFolderError(f"'{name}' is not in the run folder; give a path below it")
-        return self._folder / path
 
-
-def _kind(error: RunError) -> Literal["LedgerError", "RunFolderError", "Replaced"]:
+def _refused(message: ToLedger, error: RunError) -> Refused:
+    ticket, number = (0, message.number) if isinstance(message, Record) else (message.ticket, 0)
+    kind: Literal["LedgerError", "RunFolderError", "Replaced"] = "RunFolderError"
     if isinstance(error, Replaced):
-        return "Replaced"
-    return "LedgerError" if isinstance(error, LedgerError) else "RunFolderError"
+        kind = "Replaced"
+    elif isinstance(error, LedgerError):
+        kind = "LedgerError"
+    return Refused(ticket, number, kind, str(error))
 
 
 def _replaced(token: Token, writer: Writer | None) -> Replaced:

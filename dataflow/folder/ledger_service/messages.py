@@ -1,11 +1,36 @@
-"""The messages between the ledger's service and its clients, a class each."""
+"""The messages between the ledger's service and its clients."""
 
-from typing import Literal, TypeAlias
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
-from dataflow.folder.ledger.questions import AnyRead, Result
-from dataflow.folder.ledger.upkeep import AnyWrite
-from dataflow.folder.ledger.writers import Token
+from dataflow.folder.ledger.methods import Call, calls_of
+from dataflow.folder.ledger_service import files as files  # its methods are called, too
 from dataflow.system.messages import Codec, Message, Natural
+
+if TYPE_CHECKING:
+    AnyRead = AnyWrite = Call
+else:
+    AnyRead = calls_of(lambda method: not method.writes)
+    AnyWrite = calls_of(lambda method: method.writes)
+
+
+@dataclass(frozen=True)
+class Token:
+    """A process that writes."""
+
+    worker: str
+    holder: int
+    """Number of the scheduler that has started it."""
+    attempt: int
+    """How often that worker was started before by it, and by those whose run it took over."""
+    session: int
+    """A random number of the process: it tells two processes apart that are otherwise alike."""
+
+    @property
+    def age(self) -> tuple[int, int]:
+        """Grows with each process that is started in place of another."""
+        return self.holder, self.attempt
+
 
 # From a client
 
@@ -13,51 +38,8 @@ from dataflow.system.messages import Codec, Message, Natural
 class Join(Message):
     """Write for this worker, in the place of whoever did; the same process may say so again."""
 
-
-class Flush(Message):
-    """Bring all that was committed to the disk itself."""
-
-
-class AskWalBytes(Message):
-    """How large the database's log is."""
-
-
-class PutInPlace(Message):
-    """Rename what this process wrote, as `placing.put`; paths are those in the run folder."""
-
-    path: str
-    at: str
-    aside: str | None
-    disk: str = ""
-    """The host whose folder that is, where it has one of its own: then it is noted only, and its
-    process renames."""
-
-
-class AppendLine(Message):
-    """Append a line to a file that several hosts have something to say in; twice is as good as
-    once.
-    """
-
-    path: str
-    line: str
-
-
-class Pack(Message):
-    """Keep a copy of the ledger as it is now, packed, in the place of the last one for this worker;
-    its size.
-    """
-
-
-class ReadPacked(Message):
-    """Some bytes of it."""
-
-    offset: Natural
-
-
-class ReadMetrics(Message):
-    """Some bytes of metrics.jsonl; none at its end, or where it is not there."""
-
-    offset: Natural
+    token: Token
+    ticket: Natural
 
 
 class Query(Message):
@@ -67,17 +49,7 @@ class Query(Message):
     ticket: Natural
     after: Natural
     """The last write that is to be made before."""
-    what: (
-        AnyRead
-        | Join
-        | Flush
-        | AskWalBytes
-        | Pack
-        | ReadPacked
-        | PutInPlace
-        | AppendLine
-        | ReadMetrics
-    )
+    call: AnyRead
 
 
 class Record(Message):
@@ -98,7 +70,7 @@ class QueryResult(Message):
     """The answer to a question."""
 
     ticket: Natural
-    result: Result
+    value: Any = None
 
 
 class Recorded(Message):
@@ -124,9 +96,9 @@ class Refused(Message):
     message: str
 
 
-ToLedger: TypeAlias = Query | Record
+ToLedger: TypeAlias = Join | Query | Record
 Answer: TypeAlias = QueryResult | Recorded | Behind | Refused
-TO_LEDGER: Codec[ToLedger] = Codec("dataflow.to-ledger", 1, Query, Record)
+TO_LEDGER: Codec[ToLedger] = Codec("dataflow.to-ledger", 2, Join, Query, Record)
 FROM_LEDGER: Codec[Answer] = Codec(
-    "dataflow.from-ledger", 1, QueryResult, Recorded, Behind, Refused
+    "dataflow.from-ledger", 2, QueryResult, Recorded, Behind, Refused
 )

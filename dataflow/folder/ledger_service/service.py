@@ -11,7 +11,7 @@ from typing import Any
 import zmq
 
 from dataflow.errors import RunError
-from dataflow.folder.ledger.calls import Advance
+from dataflow.folder.ledger.methods import method_of
 from dataflow.folder.ledger_service.handler import Deferred, RequestHandler
 from dataflow.folder.ledger_service.messages import (
     FROM_LEDGER,
@@ -152,5 +152,5 @@ def _must_last(message: ToLedger) -> bool:
     under way.
     """
     if isinstance(message, Record):
-        return not isinstance(message.call, Advance)
-    return isinstance(message.what, Join)
+        return not method_of(message.call).is_posted
+    return isinstance(message, Join)

@@ -1,7 +1,6 @@
 """What a run folder says of itself, row by row: the evidence for the verdict."""
 
 import collections
-import contextlib
 import json
 import sqlite3
 from collections.abc import Iterator, Mapping, Sequence
@@ -13,10 +12,8 @@ import numpy as np
 
 from dataflow.folder.faults import STOPPED, read_faults
 from dataflow.folder.knob_changes import KnobChange, recorded
-from dataflow.folder.ledger import reads
-from dataflow.folder.ledger.places import places
+from dataflow.folder.ledger import Ledger
 from dataflow.folder.ledger.proof import damages
-from dataflow.folder.ledger.schema import check_schema, connect, snapshot
 from dataflow.folder.retention import not_kept
 from dataflow.folder.run_folder import RunFolder
 from dataflow.folder.run_hold import seen_in_part
@@ -202,12 +199,13 @@ def read_facts(folder: RunFolder, findings: Findings) -> VerifyFacts:
 def _read_ledger(
     path: Path, findings: Findings
 ) -> tuple[dict[str, AnyArray], dict[str, SinkRows], dict[str, Any], dict[str, str]]:
-    with contextlib.closing(connect(path, mode="ro")) as db:
-        check_schema(db, path)
-        with snapshot(db, path, "be read"):
-            for damage in damages(path, db):
-                findings.fault(f"ledger.db is damaged: {damage}")
-            return *_read_rows(db), reads.facts(db), places(db)
+    with (
+        Ledger.open(path, readonly=True) as ledger,
+        ledger.transaction("be read", writes=False) as db,
+    ):
+        for damage in damages(path, db):
+            findings.fault(f"ledger.db is damaged: {damage}")
+        return *_read_rows(db), ledger.facts(), ledger.places()
 
 
 def _read_rows(db: sqlite3.Connection) -> tuple[dict[str, AnyArray], dict[str, SinkRows]]:

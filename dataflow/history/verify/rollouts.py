@@ -17,9 +17,7 @@ from dataflow import records
 from dataflow.folder.arrow_reading import read_arrow
 from dataflow.folder.finished import File
 from dataflow.folder.knob_changes import bound_at
-from dataflow.folder.ledger import Ledger
-from dataflow.folder.ledger.places import HOME
-from dataflow.folder.ledger.refusals import some
+from dataflow.folder.ledger import HOME, Ledger, some
 from dataflow.folder.retention import gone
 from dataflow.folder.run_folder import RunFolder
 from dataflow.history.resume import forgotten

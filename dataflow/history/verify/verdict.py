@@ -11,8 +11,7 @@ import numpy as np
 
 from dataflow.errors import DataflowError
 from dataflow.folder.knob_changes import MAX_STALENESS
-from dataflow.folder.ledger.reads import OutcomeCounts
-from dataflow.folder.ledger.refusals import some
+from dataflow.folder.ledger import OutcomeCounts, some
 from dataflow.folder.live_changes import read_live_changes
 from dataflow.folder.run_folder import RunFolder
 from dataflow.history.verify.facts import (

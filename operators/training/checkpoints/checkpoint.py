@@ -27,8 +27,7 @@ from torch import Tensor
 
 from dataflow.errors import DeadlineError, RunError
 from dataflow.folder.checkpoints import Checkpoints
-from dataflow.folder.ledger import MadeStep
-from dataflow.folder.ledger.refusals import some
+from dataflow.folder.ledger import MadeStep, some
 from dataflow.folder.retention import KNOB, gone
 from dataflow.limits import Limits
 from dataflow.model import ADAPTER_CONFIG, Model

@@ -18,10 +18,8 @@ from rigs.ending import at_end
 
 from dataflow.errors import DeadlineError, Replaced, RunError
 from dataflow.folder.ledger import Ledger, LedgerError
-from dataflow.folder.ledger.calls import Advance, CommitStep, Issue
 from dataflow.folder.ledger.copying import unpack
-from dataflow.folder.ledger.questions import LastStep
-from dataflow.folder.ledger.writers import Token
+from dataflow.folder.ledger.methods import METHODS, Call
 from dataflow.folder.ledger_service.client import LedgerClient
 from dataflow.folder.ledger_service.handler import RequestHandler
 from dataflow.folder.ledger_service.messages import (
@@ -32,6 +30,7 @@ from dataflow.folder.ledger_service.messages import (
     Record,
     Recorded,
     Refused,
+    Token,
     ToLedger,
 )
 from dataflow.folder.ledger_service.process import LedgerProcess
@@ -188,6 +187,10 @@ def alive(pid: int) -> bool:
 # The handler alone
 
 
+def call(name: str, *args: Any, **kwargs: Any) -> Call:
+    return METHODS[name].message(args, kwargs)
+
+
 def token(attempt: int = 0, session: int = 1, holder: int = 0, worker: str = "trainer-0") -> Token:
     return Token(worker, holder, attempt, session)
 
@@ -197,22 +200,25 @@ def handler(path: Path) -> Iterator[RequestHandler]:
     with Ledger.open(path) as ledger:
         made = RequestHandler(ledger)
         for each in (token(worker="prompts-0"), token()):
-            made.hear(Query(each, 1, 0, Join()))
+            made.hear(Join(each, 1))
         made.hear(
             Record(
-                token(worker="prompts-0"), 1, 0, Issue("prompts", [(g, str(g)) for g in range(8)])
+                token(worker="prompts-0"),
+                1,
+                0,
+                call("issue", "prompts", [(g, str(g)) for g in range(8)]),
             )
         )
         yield made
 
 
-def commit(number: int, trained: list[int]) -> CommitStep:
-    return CommitStep("trainer", number, number, "prompts", trained, {}, "{}", None)
+def commit(number: int, trained: list[int]) -> Call:
+    return call("commit_step", "trainer", number, version=number, source="prompts", trained=trained)
 
 
 def last(handler: RequestHandler, who: Token) -> object:
-    said = handler.hear(Query(who, 5, 0, LastStep("trainer")))
-    return said.result.value if isinstance(said, QueryResult) else said
+    said = handler.hear(Query(who, 5, 0, call("last_step", "trainer")))
+    return said.value if isinstance(said, QueryResult) else said
 
 
 def test_a_write_that_is_asked_for_again_is_made_once_and_is_no_conflict(
@@ -240,15 +246,15 @@ def test_an_older_attempt_commits_nothing_once_a_newer_one_has_looked(
 ) -> None:
     assert handler.hear(Record(token(), 1, 0, commit(1, [0]))) == Recorded(1)
     newer = token(attempt=1, session=2)
-    handler.hear(Query(newer, 1, 0, Join()))
+    handler.hear(Join(newer, 1))
     assert last(handler, newer) == 1
     with Ledger.open(path) as again:
         for each in (handler, RequestHandler(again)):
             for late in (
                 Record(token(), 2, 1, commit(2, [1])),
                 Record(token(), 1, 0, commit(1, [0])),
-                Query(token(), 3, 0, Join()),
-                Query(token(), 4, 0, LastStep("trainer")),
+                Join(token(), 3),
+                Query(token(), 4, 0, call("last_step", "trainer")),
             ):
                 said = each.hear(late)
                 assert isinstance(said, Refused) and said.error == "Replaced", late
@@ -268,10 +274,10 @@ def test_a_service_whose_run_is_held_by_another_does_nothing(path: Path) -> None
 
     with Ledger.open(path) as ledger:
         handler = RequestHandler(ledger, holds=holds)
-        handler.hear(Query(token(), 1, 0, Join()))
+        handler.hear(Join(token(), 1))
         held[0] = False
         with pytest.raises(Replaced):
-            handler.hear(Record(token(), 1, 0, Issue("prompts", [(0, "a")])))
+            handler.hear(Record(token(), 1, 0, call("issue", "prompts", [(0, "a")])))
         assert ledger.next_group_id("prompts") == 0
 
 
@@ -297,10 +303,10 @@ def test_what_is_waited_for_is_on_the_disk_before_it_is_answered(
         patch.setattr(handler, "flush", lambda: answered.append(bool(asking.poll(50))))
         turn(Record(token(), 1, 0, commit(1, [0])))
         assert answered == [False]
-        turn(Query(token(), 1, 1, LastStep("trainer")))
-        turn(Record(token(), 2, 1, Advance("prompts", [1], "scored")))
+        turn(Query(token(), 1, 1, call("last_step", "trainer")))
+        turn(Record(token(), 2, 1, call("advance", "prompts", [1], "scored")))
         assert answered == [False], "nobody waits for these"
-        turn(Query(token(attempt=1, session=9), 1, 0, Join()))
+        turn(Join(token(attempt=1, session=9), 1))
         assert answered == [False, False]
 
 

@@ -9,13 +9,10 @@ from rigs.ending import at_end
 from dataflow.errors import Replaced, RunError
 from dataflow.folder.checkpoints import Checkpoints
 from dataflow.folder.copies.store import Address, Copies, Store, claim
-from dataflow.folder.ledger import Ledger
-from dataflow.folder.ledger.places import HOME
-from dataflow.folder.ledger.questions import LeastReturn, ListPlaces
-from dataflow.folder.ledger.upkeep import SetPlace
-from dataflow.folder.ledger.writers import Token
+from dataflow.folder.ledger import HOME, Ledger
+from dataflow.folder.ledger.methods import METHODS
 from dataflow.folder.ledger_service.handler import RequestHandler
-from dataflow.folder.ledger_service.messages import Join, PutInPlace, Query, QueryResult, Refused
+from dataflow.folder.ledger_service.messages import Join, Query, QueryResult, Refused, Token
 from dataflow.folder.own_files import OwnFiles
 from dataflow.folder.placing import Placing
 from dataflow.folder.run_folder import RunFolder
@@ -86,17 +83,17 @@ def test_a_return_forgets_who_had_the_files_of_steps_that_are_taken_back(ledger:
         "rollouts/eval-000008",
     ]
     for name in names:
-        ledger.do(SetPlace(name, "c"))
-    ledger.do(SetPlace("rollouts/critic/step-000005.arrow", "c"))
-    assert ledger.do(LeastReturn()) is None
+        ledger.set_place(name, "c")
+    ledger.set_place("rollouts/critic/step-000005.arrow", "c")
+    assert ledger.least_return() is None
     ledger.roll_back_to(4, "trainer")
-    assert list(ledger.do(ListPlaces(""))) == [
+    assert list(ledger.places("")) == [
         "rollouts/critic/step-000005.arrow",
         names[3],
         names[0],
     ]
     ledger.roll_back_to(4, "trainer")
-    assert ledger.do(LeastReturn()) == 4
+    assert ledger.least_return() == 4
 
 
 def test_a_replaced_attempt_places_nothing_on_its_own_disk_that_counts(
@@ -104,18 +101,19 @@ def test_a_replaced_attempt_places_nothing_on_its_own_disk_that_counts(
 ) -> None:
     handler = RequestHandler(ledger)
     old, new = Token("trainer-0", 1, 0, 7), Token("trainer-0", 1, 1, 8)
-    asks = PutInPlace(".step-000003.old", STEP_3, None, "c")
+    put_in_place = METHODS["put_in_place"].call
+    asks = put_in_place(".step-000003.old", STEP_3, None, "c")
     for token in (old, new):
-        handler.hear(Query(token, 1, 0, Join()))
+        handler.hear(Join(token, 1))
     refused = handler.hear(Query(old, 2, 0, asks))
     assert isinstance(refused, Refused) and refused.error == Replaced.__name__
-    assert ledger.do(ListPlaces("")) == {}
+    assert ledger.places("") == {}
     assert isinstance(handler.hear(Query(new, 2, 0, asks)), QueryResult)
-    assert ledger.do(ListPlaces("")) == {STEP_3: "c"} and not (home / STEP_3).exists()
+    assert ledger.places("") == {STEP_3: "c"} and not (home / STEP_3).exists()
     put(home / "written", "here")
     (home / "rollouts").mkdir()
-    handler.hear(Query(new, 3, 0, PutInPlace("written", STEP_3, None)))
-    assert ledger.do(ListPlaces("")) == {STEP_3: HOME} and (home / STEP_3).read_text() == "here"
+    handler.hear(Query(new, 3, 0, put_in_place("written", STEP_3, None, HOME)))
+    assert ledger.places("") == {STEP_3: HOME} and (home / STEP_3).read_text() == "here"
 
 
 def test_rollouts_that_another_host_made_are_none_here_and_their_host_is_named(
@@ -124,7 +122,7 @@ def test_rollouts_that_another_host_made_are_none_here_and_their_host_is_named(
     b = tmp_path / "b"
     put(b / STEP_3, "of a step that was taken back")
     for host, where in ((HOME, "in the scheduler's folder"), ("c", "on host 'c'")):
-        ledger.do(SetPlace(STEP_3, host))
+        ledger.set_place(STEP_3, host)
         with pytest.raises(RunFolderError, match=f"is not on this host, but {where}, and hosts"):
             on_host("b", b, home).rollouts_of().read(3)
     put(home / STEP_3, "of a step that was taken back")
@@ -138,14 +136,14 @@ def test_a_checkpoint_of_another_host_comes_from_its_copy_and_one_that_does_not_
     b, c = tmp_path / "b", tmp_path / "c"
     for step in (2, 4, 6):
         checkpoint(c, step)
-        ledger.do(SetPlace(f"checkpoints/step-{step:06d}", "c"))
+        ledger.set_place(f"checkpoints/step-{step:06d}", "c")
     copies = copied(tmp_path / "there", ledger, c, 2, 4)
     checkpoint(b, 5, "of a line that was taken back")
     folder = on_host("b", b, home, copies)
     assert folder.latest_checkpoint(at_most=7) == b / "checkpoints/step-000004"
     assert (b / "checkpoints/step-000004/deep/model").read_text() == "weights 4"
     assert (b / "checkpoints/not-counted-1-step-000005").exists()
-    assert ledger.do(ListPlaces("checkpoints/step-000004")) == {"checkpoints/step-000004": "b"}
+    assert ledger.places("checkpoints/step-000004") == {"checkpoints/step-000004": "b"}
     assert folder.latest_checkpoint(at_most=7) == b / "checkpoints/step-000004"
 
 
@@ -155,7 +153,7 @@ def test_what_is_here_is_gone_on_from_without_a_look_at_the_address(
     copies = Copies(address=str(tmp_path / "away"), run="run", part=1, token="t", trainers=("",))
     b = tmp_path / "b"
     checkpoint(b, 4)
-    ledger.do(SetPlace("checkpoints/step-000004", "b"))
+    ledger.set_place("checkpoints/step-000004", "b")
     assert on_host("b", b, home, copies).latest_checkpoint(8) == b / "checkpoints/step-000004"
     checkpoint(home, 6)
     assert (
@@ -166,10 +164,10 @@ def test_what_is_here_is_gone_on_from_without_a_look_at_the_address(
 def test_a_run_whose_checkpoints_nobody_gives_does_not_go_on(
     tmp_path: Path, home: Path, ledger: Ledger
 ) -> None:
-    ledger.do(SetPlace("checkpoints/step-000006", "c"))
+    ledger.set_place("checkpoints/step-000006", "c")
     with pytest.raises(RunError, match="the checkpoint of step 6 is on host 'c', and no copy is"):
         on_host("b", tmp_path / "b", home).latest_checkpoint(8)
     checkpoint(tmp_path / "b", 4)
-    ledger.do(SetPlace("checkpoints/step-000004", "b"))
+    ledger.set_place("checkpoints/step-000004", "b")
     folder = on_host("b", tmp_path / "b", home)
     assert folder.latest_checkpoint(8) == tmp_path / "b/checkpoints/step-000004"

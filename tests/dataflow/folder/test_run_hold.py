@@ -18,8 +18,8 @@ from rigs.examples import examples
 
 from dataflow import Graph, inline, run
 from dataflow.errors import Replaced
-from dataflow.folder.ledger import Ledger, renewal
-from dataflow.folder.ledger.renewal import renew
+from dataflow.folder.ledger import Ledger, copying
+from dataflow.folder.ledger.copying import renew
 from dataflow.folder.run_folder import RunFolder
 from dataflow.folder.run_hold import (
     RAISE_S,
@@ -269,7 +269,7 @@ def test_a_crash_while_a_ledger_is_put_in_a_new_file_loses_nothing(
 
     with monkeypatch.context() as patch, pytest.raises(Crash):
         if where == "open":
-            patch.setattr(renewal, "connect", fall)
+            patch.setattr(copying, "connect", fall)
         else:
             patch.setattr(Path, where, fall)
         renew(path)

@@ -15,10 +15,8 @@ import pyarrow.compute as pc
 import pytest
 
 from dataflow.folder.finished import Finished
-from dataflow.folder.ledger import Ledger
-from dataflow.folder.ledger.places import HOME
+from dataflow.folder.ledger import HOME, Ledger
 from dataflow.folder.ledger.schema import connect
-from dataflow.folder.ledger.upkeep import SetPlace
 from dataflow.folder.run_folder import RunFolder
 from dataflow.history.verify import report, verify
 from dataflow.system.files import RunFolderError
@@ -75,7 +73,7 @@ def good(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ledger.issue("prompts", [(group, f"t{group}") for group in range(26)])
         ledger.issue("held_out", [(group, f"h{group}") for group in range(4)])
         folder.rollouts_of().write_evaluation(0, rollouts(range(2), 0))
-        ledger.evaluated("evaluate", "held_out", [0, 1], 0)
+        ledger.commit_round("evaluate", 0, {"held_out": [0, 1]})
         folder.append_metrics({"step": 0, "eval_accuracy": 0.2})
         place = 0
         for step in range(1, STEPS + 1):
@@ -454,8 +452,8 @@ def test_rollouts_that_another_host_has_are_judged_by_the_ledger_whatever_stands
     run: RunFolder,
 ) -> None:
     with Ledger.open(run.ledger) as ledger:
-        ledger.do(SetPlace("rollouts/step-000002.arrow", "c"))
-        ledger.do(SetPlace("rollouts/step-000003.arrow", HOME))
+        ledger.set_place("rollouts/step-000002.arrow", "c")
+        ledger.set_place("rollouts/step-000003.arrow", HOME)
     run.rollouts_of().step_file(2).write_bytes(b"of a line that was taken back")
     verdict = verify(run.path)
     assert verdict.clean, verdict.line
