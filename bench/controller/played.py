@@ -17,18 +17,23 @@ import zmq
 
 from bench.controller.cast import EDGES, Call
 from dataflow.agent.digest import versions
-from dataflow.agent.forkserver_messages import Alive, End, Handed, Notice, SendSignal, Spawn
 from dataflow.agent.messages import (
     FROM_AGENT,
     TO_AGENT,
+    Alive,
     Begin,
     Built,
     Bye,
+    End,
     FromWorkers,
+    Handed,
     HandedOver,
     HandOver,
     Join,
+    Notice,
     Pace,
+    SendSignal,
+    Spawn,
     ToWorkers,
     is_repeated,
 )

@@ -12,7 +12,7 @@ from pathlib import Path
 from dataflow.agent import run_disk
 from dataflow.agent.agent import Agent, log_name
 from dataflow.agent.environment import AgentEnvironment
-from dataflow.agent.final_notices import leave
+from dataflow.agent.rendezvous import leave
 from dataflow.errors import DataflowError
 from dataflow.folder import socket_folder
 from dataflow.planning.hosts import Host

@@ -20,44 +20,41 @@ from zmq.utils.monitor import recv_monitor_message
 from dataflow.agent import run_disk
 from dataflow.agent.digest import versions
 from dataflow.agent.environment import AgentEnvironment
-from dataflow.agent.final_notices import leave, take_back
 from dataflow.agent.forkserver_client import ForkserverClient
-from dataflow.agent.forkserver_messages import (
-    SEND_S,
-    Alive,
-    End,
-    Handed,
-    Notice,
-    Pause,
-    SendSignal,
-    Spawn,
-    Stay,
-)
 from dataflow.agent.messages import (
     FORKSERVER,
     FROM_AGENT,
+    SEND_S,
     TO_AGENT,
+    Alive,
     Begin,
     Built,
     Bye,
+    End,
     Failed,
     FromAgent,
+    Handed,
     HandedOver,
     HandOver,
     Join,
     Leaves,
+    Notice,
     Pace,
+    Pause,
     Paused,
     Refused,
+    SendSignal,
+    Spawn,
+    Stay,
     ToAgent,
     ToWorkers,
     is_repeated,
 )
 from dataflow.agent.reach import ReachPort, check_reach
 from dataflow.agent.relay import Relay, address
-from dataflow.agent.rendezvous import Rendezvous
+from dataflow.agent.rendezvous import Rendezvous, leave, take_back
 from dataflow.errors import RunError
-from dataflow.folder.whereabouts import Whereabouts
+from dataflow.folder.socket_folder import Whereabouts
 from dataflow.planning.hosts import Host
 from dataflow.system.channel import Channel
 from dataflow.system.child import program

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, NoReturn
 
-from dataflow.agent.forkserver_messages import (
+from dataflow.agent.messages import (
     CODEC,
     SEND_S,
     Alive,

@@ -17,7 +17,7 @@ from typing import Any
 from msgspec.structs import asdict
 
 from dataflow.agent.forkserver import WITHOUT_SCHEDULER, Forkserver, Main, open_takeover
-from dataflow.agent.forkserver_messages import (
+from dataflow.agent.messages import (
     CODEC,
     SEND_S,
     Alive,

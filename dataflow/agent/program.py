@@ -15,9 +15,8 @@ import msgspec
 
 from dataflow.agent.digest import built
 from dataflow.agent.forkserver import Forkserver
-from dataflow.agent.forkserver_messages import SEND_S
 from dataflow.agent.host_program import HOSTED, Hosted
-from dataflow.agent.messages import FORKSERVER, Begin, Failed
+from dataflow.agent.messages import FORKSERVER, SEND_S, Begin, Failed
 from dataflow.agent.workload import ForkWorkload
 from dataflow.graph import Graph
 from dataflow.history.launch import Launch

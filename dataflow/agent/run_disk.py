@@ -7,7 +7,7 @@ from pathlib import Path
 
 from dataflow.agent.rendezvous import KEYS_FILE, Rendezvous
 from dataflow.errors import RunError
-from dataflow.folder.rollback import number_finished
+from dataflow.folder.finished import number_finished
 from dataflow.system.files import disk
 from dataflow.system.security import RunKeys
 

@@ -2,15 +2,17 @@
 run's."""
 
 import contextlib
+import json
 import os
 import re
 import stat
 import tempfile
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from dataflow.errors import RunError
 from dataflow.folder.run_folder import RunFolder
-from dataflow.system.files import disk
+from dataflow.system.files import disk, to_json, write_atomically
 
 CONTROL = "control.json"
 """In the folder of a run under way: the address of its commands, which lies in the folder here."""
@@ -81,3 +83,32 @@ def _identity(folder: RunFolder) -> str:
     """Of a run folder, wherever it is moved to; a copy has another."""
     facts = folder.path.stat()
     return f"{facts.st_dev}:{facts.st_ino}"
+
+
+_FILE = "whereabouts.json"
+"""In the folder of the run's sockets."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Whereabouts:
+    """Addresses of a scheduler; no two that live at a time have the same."""
+
+    control: str
+    """For workers."""
+    commands: str
+    """For whoever asks something of the run."""
+    ledger: str = ""
+    """Of the process that has the ledger open for all; empty: each worker opens the file."""
+
+    def write(self, folder: Path) -> None:
+        """Put it where workers look. Errors: RunFolderError."""
+        content = to_json(asdict(self)).encode()
+        write_atomically(folder / _FILE, lambda file: file.write(content), flush=False)
+
+    @classmethod
+    def read(cls, folder: Path) -> "Whereabouts | None":
+        """What the last scheduler wrote; None where there is nothing."""
+        try:
+            return cls(**json.loads((folder / _FILE).read_bytes()))
+        except (OSError, ValueError, TypeError):
+            return None

@@ -15,8 +15,8 @@ import pyarrow.compute as pc
 
 from dataflow.errors import GraphError, RunError
 from dataflow.folder.arrow_reading import read_arrow
+from dataflow.folder.finished import number_finished
 from dataflow.folder.ledger import Ledger
-from dataflow.folder.rollback import number_finished
 from dataflow.folder.run_folder import RunFolder
 from dataflow.folder.trace import merge
 from dataflow.graph import Graph

@@ -9,9 +9,8 @@ from dataclasses import asdict, dataclass, replace
 import msgspec
 
 from dataflow.agent.digest import built
-from dataflow.agent.final_notices import FinalNotices
 from dataflow.agent.messages import Begin
-from dataflow.agent.rendezvous import KEYS_FILE, Rendezvous
+from dataflow.agent.rendezvous import KEYS_FILE, FinalNotices, Rendezvous
 from dataflow.errors import GraphError, Replaced, RunError
 from dataflow.folder.copies.store import Copies
 from dataflow.folder.ledger_service.process import LedgerProcess

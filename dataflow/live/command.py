@@ -23,9 +23,9 @@ from dataflow.draw import theme
 from dataflow.errors import GraphError, RunError
 from dataflow.folder.arrow_reading import read_arrow
 from dataflow.folder.knob_changes import of_operators, read_changes
-from dataflow.folder.recent import BESIDE_WORK, MINUTE, WORK, RecentSpan, files_of, last_spans
 from dataflow.folder.run_folder import RunFolder
 from dataflow.folder.swaps import latest, read_swaps
+from dataflow.folder.trace import BESIDE_WORK, MINUTE, WORK, RecentSpan, files_of, last_spans
 from dataflow.history.describe import described
 from dataflow.history.rollout_view import vocabulary_of
 from dataflow.live import one_rollout

@@ -32,8 +32,7 @@ def list_runs(
         json: print JSON.
     """
     from dataflow.display.formatting import clean
-    from dataflow.runs.columns import in_columns
-    from dataflow.runs.listing import runs_in
+    from dataflow.runs.listing import in_columns, runs_in
     from dataflow.system.files import to_json
 
     listing = runs_in(folder)

@@ -7,12 +7,14 @@ import json
 import os
 import stat
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from dataflow.display.formatting import known
+from rich.cells import cell_len
+
+from dataflow.display.formatting import clean, fit, known
 from dataflow.folder.run_folder import RunFolder
 from dataflow.runs.state import State, begun_at, state_of
 from dataflow.system.files import RunFolderError, disk
@@ -214,3 +216,32 @@ def ago(at: float | None, now: float | None = None) -> str:
         if passed >= 2 * size:
             return f"{passed / size:.0f} {unit}"
     return f"{passed:.0f} s"
+
+
+WIDEST = 60
+"""Cells of a column; what is longer is cut."""
+
+
+def in_columns(
+    heads: Sequence[str], rows: Sequence[Sequence[str]], right: Sequence[str] = ()
+) -> list[str]:
+    """A line for the headings, one for each row. right: headings of the columns that stand at the
+    right of theirs.
+    """
+    texts = [[clean(cell) for cell in row] for row in rows]
+    widths = [
+        min(WIDEST, max([cell_len(head), *(cell_len(row[at]) for row in texts)]))
+        for at, head in enumerate(heads)
+    ]
+    return ["  ".join(_cells(row, heads, widths, right)).rstrip() for row in (heads, *texts)]
+
+
+def _cells(
+    row: Sequence[str], heads: Sequence[str], widths: Sequence[int], right: Sequence[str]
+) -> list[str]:
+    return [
+        " " * max(width - cell_len(cell), 0) + fit(cell, min(cell_len(cell), width))
+        if head in right
+        else fit(cell, width)
+        for cell, head, width in zip(row, heads, widths, strict=True)
+    ]

@@ -12,30 +12,28 @@ from msgspec.structs import asdict
 
 from dataflow.agent.digest import other_program, other_versions, versions
 from dataflow.agent.forkserver_client import Event
-from dataflow.agent.forkserver_messages import (
-    Alive,
-    End,
-    Handed,
-    Notice,
-    Pause,
-    SendSignal,
-    Spawn,
-    Stay,
-)
 from dataflow.agent.messages import (
+    Alive,
     Begin,
     Built,
     Bye,
+    End,
     Failed,
     FromAgent,
     FromWorkers,
+    Handed,
     HandedOver,
     HandOver,
     Join,
     Leaves,
+    Notice,
     Pace,
+    Pause,
     Paused,
     Refused,
+    SendSignal,
+    Spawn,
+    Stay,
     ToAgent,
     ToWorkers,
 )

@@ -22,7 +22,7 @@ from dataflow.agent.forkserver_client import Event, ForkserverClient, TakenOverF
 from dataflow.agent.messages import Begin, Built
 from dataflow.errors import RunError
 from dataflow.folder import socket_folder
-from dataflow.folder.whereabouts import Whereabouts
+from dataflow.folder.socket_folder import Whereabouts
 from dataflow.scheduler.agents import Agents
 from dataflow.scheduler.events import Received
 from dataflow.scheduler.requests import REPLIES, REQUESTS, Refused, Reply, Request

@@ -7,8 +7,7 @@ from pathlib import Path
 
 from msgspec import structs
 
-from dataflow.agent.forkserver_messages import Handed, Spawn
-from dataflow.agent.messages import Begin, Built, HandedOver, Join
+from dataflow.agent.messages import Begin, Built, Handed, HandedOver, Join, Spawn
 from dataflow.folder.ledger import HOME
 from dataflow.planning.hosts import Host
 

@@ -16,15 +16,14 @@ from typing import Any
 from dataflow.errors import boundary
 from dataflow.folder import knob_changes
 from dataflow.folder.copies.store import Copies
-from dataflow.folder.finished import Finished
+from dataflow.folder.finished import Finished, take_out_abandoned
 from dataflow.folder.knob_changes import KnobChange
 from dataflow.folder.ledger import HOME, BaseLedger, Ledger
 from dataflow.folder.ledger_service.client import LedgerClient
-from dataflow.folder.rollback import take_out_abandoned
 from dataflow.folder.run_folder import RunFolder
+from dataflow.folder.socket_folder import Whereabouts
 from dataflow.folder.swaps import Swap, record
 from dataflow.folder.trace import Trace
-from dataflow.folder.whereabouts import Whereabouts
 from dataflow.graph import Graph
 from dataflow.limits import Limits
 from dataflow.node import Generate

@@ -22,7 +22,7 @@ import zmq
 from msgspec.structs import replace
 
 from dataflow.errors import DataflowError, DeadlineError
-from dataflow.folder.whereabouts import Whereabouts
+from dataflow.folder.socket_folder import Whereabouts
 from dataflow.graph import Graph
 from dataflow.planning.plan import Plan
 from dataflow.planning.wiring import edges

@@ -509,7 +509,7 @@ LEDGER = (
         "a repeated write is made once, across a restart",
         "test_a_write_that_was_made_before_the_service_fell_is_not_made_by_the_next_one",
         "dataflow.folder.ledger_service:RequestHandler._made",
-        without("_ANSWERED", "None"),
+        without("_ANSWERED", "!refusal"),
         "its number in the transaction",
     ),
     Law(
@@ -624,14 +624,14 @@ LEDGER = (
     Law(
         "groups of steps taken back are in flight again",
         "test_going_back_to_a_checkpoint_puts_later_groups_in_flight_and_plans_their_repetition",
-        "dataflow:RollBack.run",
+        "dataflow:BaseLedger.roll_back",
         without("DELETE "),
         "removing them from the line",
     ),
     Law(
         "steps taken back are repeated in the same order",
         "test_going_back_to_a_checkpoint_puts_later_groups_in_flight_and_plans_their_repetition",
-        "dataflow:RollBack.run",
+        "dataflow:BaseLedger.roll_back",
         without("execute", "copied"),
         "the abandoned line",
     ),

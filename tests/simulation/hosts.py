@@ -16,17 +16,21 @@ from typing import Any
 import zmq
 
 from dataflow.agent.digest import versions
-from dataflow.agent.forkserver_messages import Alive, Handed, Notice, SendSignal, Spawn
 from dataflow.agent.messages import (
     FROM_AGENT,
     TO_AGENT,
+    Alive,
     Begin,
     Built,
     FromAgent,
     FromWorkers,
+    Handed,
     HandedOver,
     HandOver,
     Join,
+    Notice,
+    SendSignal,
+    Spawn,
     ToAgent,
     ToWorkers,
     is_repeated,

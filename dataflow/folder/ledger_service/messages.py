@@ -3,12 +3,13 @@
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
-from dataflow.folder.ledger.methods import Call, calls_of
+from dataflow.folder.ledger.methods import calls_of
 from dataflow.folder.ledger_service import files as files  # its methods are called, too
 from dataflow.system.messages import Codec, Message, Natural
 
 if TYPE_CHECKING:
-    AnyRead = AnyWrite = Call
+    from dataflow.folder.ledger.methods import Call as AnyRead
+    from dataflow.folder.ledger.methods import Call as AnyWrite
 else:
     AnyRead = calls_of(lambda method: not method.writes)
     AnyWrite = calls_of(lambda method: method.writes)

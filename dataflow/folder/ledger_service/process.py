@@ -16,8 +16,7 @@ from msgspec.structs import replace
 
 from dataflow.errors import Replaced, RunError
 from dataflow.folder.ledger import Ledger
-from dataflow.folder.ledger_service.handler import RequestHandler
-from dataflow.folder.ledger_service.service import STOP, LedgerService
+from dataflow.folder.ledger_service.service import STOP, LedgerService, RequestHandler
 from dataflow.system.channel import Channel
 from dataflow.system.child import Child, fork
 from dataflow.system.files import RunFolderError

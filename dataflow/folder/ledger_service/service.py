@@ -6,23 +6,210 @@ import socket
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Literal
 
 import zmq
 
-from dataflow.errors import RunError
-from dataflow.folder.ledger.methods import method_of
-from dataflow.folder.ledger_service.handler import Deferred, RequestHandler
+from dataflow.errors import Replaced, RunError
+from dataflow.folder.ledger import Ledger, LedgerError
+from dataflow.folder.ledger.methods import describe, method_of, run
+from dataflow.folder.ledger.schema import WRITERS
+from dataflow.folder.ledger_service.files import RunFiles
 from dataflow.folder.ledger_service.messages import (
     FROM_LEDGER,
     TO_LEDGER,
     Answer,
+    Behind,
     Join,
+    Query,
+    QueryResult,
     Record,
+    Recorded,
+    Refused,
+    Token,
     ToLedger,
 )
+from dataflow.system.files import RunFolderError
 from dataflow.system.messages import MessageError
 from dataflow.system.security import Guard, RunKeys, reachable
+
+FLOOR = ""
+"""Stands for a worker's name: the least number of a scheduler whose workers may write."""
+_ADMIT = "INSERT OR REPLACE INTO writers VALUES (?, ?, ?, ?, 0, NULL)"
+_ANSWERED = "UPDATE writers SET number = ?, refusal = ? WHERE worker = ?"
+_LIST = "SELECT worker, holder, attempt, session, number, refusal FROM writers"
+
+
+@dataclass(frozen=True)
+class Writer:
+    """The newest process of a worker, and its progress."""
+
+    token: Token
+    number: int = 0
+    """Number of its last write that has an answer: 1, 2, ..."""
+    refusal: str | None = None
+    """Why that write was not made."""
+
+
+@dataclass(frozen=True)
+class Deferred:
+    """An answer that waits for the disk: another thread makes it."""
+
+    answer: Callable[[], Answer]
+
+
+class RequestHandler:
+    """The ledger of a run in the hands of one process.
+
+    consumes: what clients ask and have recorded
+    produces: an answer to each
+    waits for: the disk; a program that has the database locked, as any ledger
+    unblocked by: -
+
+    Of each worker the newest process that has joined may write, and no other one from then on: its
+    number is the scheduler's, so the service need not be told of attempts, and who replaces a
+    scheduler neither. A process joins before it reads anything: what the one before it wrote, it
+    finds; nothing of that one comes later.
+    """
+
+    def __init__(
+        self, ledger: Ledger, *, floor: int | None = None, holds: Callable[[], None] = lambda: None
+    ) -> None:
+        """floor: processes that an earlier scheduler than that of this number has started write no
+        more; None: as it was, for workers that were taken over. holds: raises Replaced once
+        somebody else holds the run. Errors: LedgerError.
+        """
+        self._ledger, self._files, self._holds = ledger, RunFiles(ledger), holds
+        with ledger.transaction("prepare for several hosts") as db:
+            db.execute(WRITERS)
+            if floor is not None:
+                db.execute(_ADMIT, (FLOOR, floor, 0, 0))
+        ledger.flush()
+        with ledger.transaction("list who writes", writes=False) as db:
+            self._writers = {row[0]: Writer(Token(*row[:4]), *row[4:]) for row in db.execute(_LIST)}
+        self._floor = self._writers[FLOOR].token.holder if FLOOR in self._writers else 0
+
+    def hear(self, message: ToLedger) -> Answer | Deferred:
+        """Make a request, or answer why not. Errors: Replaced, once another scheduler holds the
+        run: nothing was done.
+        """
+        try:
+            self._holds()
+        except RunFolderError as error:  # the disk does not say
+            return _refused(message, error)
+        try:
+            match message:
+                case Join():
+                    self._admit(message.token)
+                    return QueryResult(message.ticket)
+                case Query():
+                    return self._answered(message)
+                case Record():
+                    return self._recorded(message)
+        except (Replaced, LedgerError, RunFolderError) as error:
+            return _refused(message, error)
+
+    def close(self) -> None:
+        """Drop copies that nobody has fetched."""
+        self._files.close()
+
+    def flush(self) -> None:
+        """Bring all that was made to the disk itself. Errors: RunFolderError when the disk
+        refuses.
+        """
+        self._ledger.flush_log()
+
+    def _recorded(self, message: Record) -> Answer:
+        writer, number = self._admitted(message.token), message.number
+        if number - 1 > max(writer.number, message.after):
+            return Behind(writer.number + 1)
+        if number > writer.number:
+            writer = self._made(message)
+        if writer.refusal is None:
+            return Recorded(writer.number)
+        return (
+            Refused(0, number, "LedgerError", writer.refusal)
+            if number == writer.number
+            else Recorded(number)
+        )
+
+    def _made(self, message: Record) -> Writer:
+        """Make a write, or note why it is not made. Errors: LedgerError when the disk takes
+        neither.
+
+        That it was made stands in its own transaction, so that one who did not hear of it can ask
+        for it again; a refused write is refused again, whatever has happened since.
+        """
+        worker, refusal = message.token.worker, None
+        try:
+            with self._ledger.transaction(describe(message.call)) as db:
+                run(self._ledger, message.call)
+                db.execute(_ANSWERED, (message.number, None, worker))
+        except LedgerError as error:
+            refusal = str(error)
+            with self._ledger.transaction("note a refusal") as db:
+                db.execute(_ANSWERED, (message.number, refusal, worker))
+        self._writers[worker] = writer = Writer(message.token, message.number, refusal)
+        return writer
+
+    def _answered(self, message: Query) -> Answer | Deferred:
+        writer = self._admitted(message.token)
+        if writer.number < message.after:
+            return Behind(writer.number + 1)
+        method, name = method_of(message.call), type(message.call).__name__
+        owner = self._files if hasattr(RunFiles, name) else self._ledger
+        answer = partial(self._run, owner, message)
+        return Deferred(answer) if method.waits_for_disk else answer()
+
+    def _run(self, owner: object, message: Query) -> Answer:
+        try:
+            return QueryResult(message.ticket, run(owner, message.call))
+        except (LedgerError, RunFolderError) as error:
+            return _refused(message, error)
+
+    def _admit(self, token: Token) -> None:
+        writer = self._writers.get(token.worker)
+        if token.holder < self._floor or (writer is not None and token.age < writer.token.age):
+            raise _replaced(token, writer)
+        if writer is not None and writer.token == token:
+            return
+        with self._ledger.transaction("let a worker write") as db:
+            db.execute(_ADMIT, (token.worker, token.holder, token.attempt, token.session))
+        self._writers[token.worker] = Writer(token)
+
+    def _admitted(self, token: Token) -> Writer:
+        """The writer of a process that may write. Errors: Replaced."""
+        writer = self._writers.get(token.worker)
+        if writer is None or writer.token != token or token.holder < self._floor:
+            raise _replaced(token, writer)
+        return writer
+
+
+def _refused(message: ToLedger, error: RunError) -> Refused:
+    ticket, number = (0, message.number) if isinstance(message, Record) else (message.ticket, 0)
+    kind: Literal["LedgerError", "RunFolderError", "Replaced"] = "RunFolderError"
+    if isinstance(error, Replaced):
+        kind = "Replaced"
+    elif isinstance(error, LedgerError):
+        kind = "LedgerError"
+    return Refused(ticket, number, kind, str(error))
+
+
+def _replaced(token: Token, writer: Writer | None) -> Replaced:
+    successor: Any = (
+        "none"
+        if writer is None
+        else f"attempt {writer.token.attempt} of scheduler {writer.token.holder}"
+    )
+    return Replaced(
+        f"attempt {token.attempt} of '{token.worker}', started by scheduler {token.holder} of this"
+        " run, may write nothing any more: another one was started in its place (found"
+        f" {successor});"
+        " it was cut off or stopped for too long, and ends without touching the run"
+    )
+
 
 STOP = signal.SIGUSR1
 """The signal that ends its process."""

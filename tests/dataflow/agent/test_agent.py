@@ -10,6 +10,7 @@ from typing import Any
 
 import psutil
 import pytest
+from dataflow.agent.messages import End
 from rigs.graphs import fake_graph
 from rigs.machine import wait_until
 
@@ -17,7 +18,6 @@ from dataflow import scorer
 from dataflow.agent.agent import Agent, SchedulerSocket
 from dataflow.agent.digest import built, other_program, program_files
 from dataflow.agent.environment import AgentEnvironment
-from dataflow.agent.forkserver_messages import End
 from dataflow.agent.messages import Bye, Join, Leaves
 from dataflow.agent.rendezvous import Rendezvous
 from dataflow.errors import RunError

@@ -12,7 +12,7 @@ import pytest
 
 from dataflow.agent.forkserver import Forkserver
 from dataflow.agent.forkserver_client import ForkserverClient, TakenOverForkserver
-from dataflow.agent.forkserver_messages import CODEC, Alive, Notice, Stay, TakenAway
+from dataflow.agent.messages import CODEC, Alive, Notice, Stay, TakenAway
 from dataflow.errors import Replaced, RunError
 from dataflow.system.channel import Channel
 from dataflow.system.child import Child

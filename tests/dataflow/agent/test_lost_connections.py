@@ -9,8 +9,7 @@ from rigs.cable import Cable
 from rigs.machine import wait_until
 
 from dataflow.agent.agent import SchedulerSocket
-from dataflow.agent.forkserver_messages import Alive, SendSignal
-from dataflow.agent.messages import Failed
+from dataflow.agent.messages import Alive, Failed, SendSignal
 from dataflow.scheduler.agents_socket import AgentsSocket
 from dataflow.system.security import RunKeys
 from transport import numbered

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from dataflow.agent.final_notices import FinalNotices, leave, take_back
 from dataflow.agent.reach import ReachPort, check_reach, unreached
+from dataflow.agent.rendezvous import FinalNotices, leave, take_back
 from dataflow.errors import RunError
 
 NOWHERE = "192.0.2.1|9"

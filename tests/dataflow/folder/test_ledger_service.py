@@ -14,6 +14,7 @@ from typing import Any
 import pyarrow as pa
 import pytest
 import zmq
+from dataflow.folder.ledger_service.service import RequestHandler
 from rigs.ending import at_end
 
 from dataflow.errors import DeadlineError, Replaced, RunError
@@ -21,7 +22,6 @@ from dataflow.folder.ledger import Ledger, LedgerError
 from dataflow.folder.ledger.copying import unpack
 from dataflow.folder.ledger.methods import METHODS, Call
 from dataflow.folder.ledger_service.client import LedgerClient
-from dataflow.folder.ledger_service.handler import RequestHandler
 from dataflow.folder.ledger_service.messages import (
     TO_LEDGER,
     Join,
@@ -34,7 +34,7 @@ from dataflow.folder.ledger_service.messages import (
     ToLedger,
 )
 from dataflow.folder.ledger_service.process import LedgerProcess
-from dataflow.folder.ledger_service.service import LedgerService
+from dataflow.folder.ledger_service.service import LedgerService, RequestHandler
 from dataflow.folder.run_folder import RunFolder
 from dataflow.folder.run_hold import held
 from dataflow.system.files import RunFolderError

@@ -10,9 +10,8 @@ from pathlib import Path
 import pytest
 
 from dataflow.folder.faults import Faults, read_faults
-from dataflow.folder.recent import WORK
 from dataflow.folder.run_folder import RunFolder
-from dataflow.folder.trace import Trace, merge
+from dataflow.folder.trace import WORK, Trace, merge
 from dataflow.scheduler.execute import take
 from dataflow.system.optional_files import Extras, read_lines, read_map
 

@@ -11,9 +11,9 @@ from dataflow.folder.checkpoints import Checkpoints
 from dataflow.folder.copies.store import Address, Copies, Store, claim
 from dataflow.folder.ledger import HOME, Ledger
 from dataflow.folder.ledger.methods import METHODS
-from dataflow.folder.ledger_service.handler import RequestHandler
+from dataflow.folder.ledger_service.client import OwnFiles
 from dataflow.folder.ledger_service.messages import Join, Query, QueryResult, Refused, Token
-from dataflow.folder.own_files import OwnFiles
+from dataflow.folder.ledger_service.service import RequestHandler
 from dataflow.folder.placing import Placing
 from dataflow.folder.run_folder import RunFolder
 from dataflow.system.files import RunFolderError

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from dataflow.folder.recent import MINUTE, MOST_SPANS, WORK, RecentSpans, files_of, last_spans
 from dataflow.folder.run_folder import RunFolder
+from dataflow.folder.trace import LINE_SPANS, MINUTE, WORK, RecentSpans, files_of, last_spans
 from dataflow.system.optional_files import Extras
 
 WALL = 1.7e9
@@ -54,7 +54,7 @@ def test_a_line_is_bounded_and_the_oldest_is_cut(tmp_path: Path) -> None:
     at_work(folder, recent, clock, 40.0, every=0.001)
     (path,) = files_of(folder)
     assert all(
-        len(json.loads(line)["spans"]) <= MOST_SPANS for line in path.read_text().splitlines()
+        len(json.loads(line)["spans"]) <= LINE_SPANS for line in path.read_text().splitlines()
     )
     found = last_spans(folder, 10.0)
     assert found[0].begin_s == pytest.approx(found[-1].end_s - 10.0, abs=0.2)

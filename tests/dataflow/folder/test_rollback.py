@@ -7,10 +7,10 @@ from pathlib import Path
 import numpy as np
 import pyarrow as pa
 import pytest
+from dataflow.folder.finished import take_out_abandoned
 
-from dataflow.folder.finished import Finished, PartialRolloutFiles
+from dataflow.folder.finished import Finished, PartialRolloutFiles, take_out_abandoned
 from dataflow.folder.partial_rollouts import PartialRollout, PartialRow
-from dataflow.folder.rollback import take_out_abandoned
 from dataflow.system.files import RunFolderError
 from dataflow.tokens.rollout_tokens import RolloutTokens
 

@@ -4,10 +4,8 @@ import json
 from itertools import pairwise
 from pathlib import Path
 
-from dataflow.folder.recent import WORK
 from dataflow.folder.run_folder import RunFolder
-from dataflow.folder.spans import Spans
-from dataflow.folder.trace import Trace, merge
+from dataflow.folder.trace import WORK, Spans, Trace, merge
 
 
 def test_spans_of_all_processes_stand_in_one_trace_that_starts_at_zero(tmp_path: Path) -> None:

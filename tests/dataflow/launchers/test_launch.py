@@ -7,10 +7,9 @@ import sys
 from pathlib import Path
 
 import pytest
+from dataflow.launchers.submit import Job, batch_script
 
 from dataflow.errors import GraphError, RunError
-from dataflow.launchers import sbatch
-from dataflow.launchers.job import Job
 from dataflow.launchers.submit import launch
 
 COMMAND = ("python", "-m", "graphs.aipo", "--steps", "100")
@@ -32,9 +31,7 @@ def options(script: str) -> dict[str, str]:
 
 
 def test_a_job_asks_for_whole_hosts_is_requeued_and_takes_more_options_over() -> None:
-    found = options(
-        sbatch.script(job(gpus=8), "/home/me", {"time": "02:00:00", "job-name": "mine"})
-    )
+    found = options(batch_script(job(gpus=8), "/home/me", {"time": "02:00:00", "job-name": "mine"}))
     assert (
         found["nodes"] == "4" and found["ntasks-per-node"] == "1" and found["gpus-per-node"] == "8"
     )
@@ -44,7 +41,7 @@ def test_a_job_asks_for_whole_hosts_is_requeued_and_takes_more_options_over() ->
         and found["job-name"] == "mine"
     )
     assert found["output"] == "'/shared/my runs/slurm-%j.log'"
-    assert options(sbatch.script(job(cpus=4), "/"))["cpus-per-task"] == "4"
+    assert options(batch_script(job(cpus=4), "/"))["cpus-per-task"] == "4"
 
 
 @pytest.mark.parametrize("attempt", ["", "1"])
@@ -53,7 +50,7 @@ def test_each_attempt_has_a_log_and_a_later_one_resumes_the_run(
 ) -> None:
     runs = tmp_path / "my runs"
     mine = runs / "slurm-7"
-    script = sbatch.script(job(command=["echo", "it's begun"], runs=str(runs)), str(tmp_path))
+    script = batch_script(job(command=["echo", "it's begun"], runs=str(runs)), str(tmp_path))
     script = script.replace(f"exec {sys.executable}", "exec echo")
     if attempt:
         (mine / "latest").mkdir(parents=True)
@@ -85,9 +82,9 @@ def test_a_job_that_cannot_be_is_refused(more: dict[str, object], said: str) -> 
 
 def test_an_option_that_sbatch_would_not_read_as_one_is_refused() -> None:
     with pytest.raises(GraphError, match="long name and a value"):
-        sbatch.script(job(), "/", {"x y": "1"})
+        batch_script(job(), "/", {"x y": "1"})
     with pytest.raises(GraphError, match="long name and a value"):
-        sbatch.script(job(), "/", {"comment": "a\n#SBATCH --uid=0"})
+        batch_script(job(), "/", {"comment": "a\n#SBATCH --uid=0"})
 
 
 def test_a_machine_without_sbatch_is_told_so(

@@ -10,8 +10,7 @@ import pytest
 from rigs.launchers.crd import faults, schema_of
 
 from dataflow.errors import GraphError
-from dataflow.launchers.job import Job
-from dataflow.launchers.manifests import Cluster, Kind, jobset, manifests, rayjob, to_yaml
+from dataflow.launchers.submit import Cluster, Job, Kind, jobset, manifests, rayjob, to_yaml
 
 JOB = Job(
     command=["python", "-m", "graphs.aipo", "--lr", "1e-4", "--policy", "it's: here"],

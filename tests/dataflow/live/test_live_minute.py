@@ -5,10 +5,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from dataflow.folder.trace import BESIDE_WORK, WORK, RecentSpans
+
 from dataflow.folder.faults import FILE
 from dataflow.folder.ledger import Ledger
-from dataflow.folder.recent import BESIDE_WORK, WORK, RecentSpans
 from dataflow.folder.run_folder import RunFolder
+from dataflow.folder.trace import BESIDE_WORK, WORK, RecentSpans
 from dataflow.live.command import last_minute
 
 WALL = 1.7e9

@@ -14,8 +14,8 @@ from msgspec import structs
 
 from dataflow.agent.agent import SchedulerSocket
 from dataflow.agent.digest import versions
-from dataflow.agent.forkserver_messages import Alive, End, Handed, Notice, SendSignal, Spawn, Stay
 from dataflow.agent.messages import (
+    Alive,
     Begin,
     Built,
     Bye,
@@ -25,6 +25,9 @@ from dataflow.agent.messages import (
     Pause,
     Paused,
     Refused,
+    SendSignal,
+    Spawn,
+    Stay,
 )
 from dataflow.agent.rendezvous import KEYS_FILE, Rendezvous
 from dataflow.errors import DeadlineError, Replaced, RunError
