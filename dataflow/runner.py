@@ -18,13 +18,12 @@ from dataflow.errors import GraphError, Replaced, checked
 from dataflow.folder import run_hold
 from dataflow.folder.copies.process import copies_of
 from dataflow.folder.copies.store import CONFIG as COPIES
-from dataflow.folder.knob_changes import read_changes
 from dataflow.folder.ledger import Ledger
 from dataflow.folder.ledger_service.process import LedgerProcess
+from dataflow.folder.live_changes import read_changes, read_swaps
 from dataflow.folder.run_folder import FORESEEN, RunFolder
 from dataflow.folder.run_hold import is_over_hosts
 from dataflow.folder.run_lock import held
-from dataflow.folder.swaps import read_swaps
 from dataflow.foresight.choice.ways_out import plan_or_advise
 from dataflow.gguf.conversion import converted, file_fault
 from dataflow.graph import Graph

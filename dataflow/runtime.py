@@ -18,8 +18,8 @@ from dataflow.weight_ends import Refresh, Span, WeightsIn, WeightsOut, untold
 
 if TYPE_CHECKING:
     from dataflow.folder.copies.store import Copies
-    from dataflow.folder.knob_changes import KnobChange
     from dataflow.folder.ledger import BaseLedger
+    from dataflow.folder.live_changes import KnobChange
     from dataflow.folder.run_folder import RunFolder
     from dataflow.system.rank_places import RankPlaces
 

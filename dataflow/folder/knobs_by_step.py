@@ -6,9 +6,8 @@ import dataclasses
 from collections.abc import Iterable, Sequence
 from typing import Any, Generic, Protocol, TypeVar
 
-from dataflow.folder import knob_changes
-from dataflow.folder.knob_changes import MAX_STALENESS, KnobChange
 from dataflow.folder.ledger import BaseLedger
+from dataflow.folder.live_changes import MAX_STALENESS, KnobChange, bound_at, record_knobs
 from dataflow.staleness import Bound
 
 
@@ -68,7 +67,7 @@ class KnobsByStep(Generic[T]):
                 decided[change.number]
             ]
         self._waiting.clear()
-        knob_changes.record(self._ledger, list(decided.values()))
+        record_knobs(self._ledger, list(decided.values()))
         return list(decided.values())
 
     def at(self, step: int) -> T:
@@ -84,7 +83,7 @@ class KnobsByStep(Generic[T]):
             return None
         of_bound = [e for e in self._counting if e.knob == MAX_STALENESS]
         name = of_bound[0].trainer if of_bound else ""
-        value = knob_changes.bound_at(of_bound, name, step, declared.max_staleness)
+        value = bound_at(of_bound, name, step, declared.max_staleness)
         return dataclasses.replace(declared, max_staleness=value)
 
     def _own(self) -> list[KnobChange]:

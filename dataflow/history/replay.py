@@ -15,8 +15,8 @@ import pyarrow.compute as pc
 
 from dataflow.errors import GraphError, RunError
 from dataflow.folder.checkpoints import Checkpoints
-from dataflow.folder.knob_changes import KnobChange, read_changes
 from dataflow.folder.ledger import Ledger, MadeStep, some
+from dataflow.folder.live_changes import KnobChange, read_changes
 from dataflow.folder.retention import KNOB, gone
 from dataflow.folder.run_folder import RunFolder
 from dataflow.graph import Graph

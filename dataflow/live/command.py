@@ -22,9 +22,8 @@ from starlette.responses import FileResponse, Response
 from dataflow.draw import theme
 from dataflow.errors import GraphError, RunError
 from dataflow.folder.arrow_reading import read_arrow
-from dataflow.folder.knob_changes import of_operators, read_changes
+from dataflow.folder.live_changes import latest_swaps, of_operators, read_changes, read_swaps
 from dataflow.folder.run_folder import RunFolder
-from dataflow.folder.swaps import latest, read_swaps
 from dataflow.folder.trace import BESIDE_WORK, MINUTE, WORK, RecentSpan, files_of, last_spans
 from dataflow.history.describe import described
 from dataflow.history.rollout_view import vocabulary_of
@@ -153,7 +152,7 @@ def _end_of(trace: Mapping[str, Any]) -> dict[str, Any]:
 
 def settable_now(folder: RunFolder) -> dict[str, list[dict[str, str]]]:
     """By node, its knobs: name, value as one types it, and from when on another one counts."""
-    declared, swaps = described(folder)[1].get("settable"), latest(read_swaps(folder))
+    declared, swaps = described(folder)[1].get("settable"), latest_swaps(read_swaps(folder))
     knobs_by_node = dict(declared) if isinstance(declared, dict) else {}
     knobs_by_node |= {swap.node: dict(swap.knobs) for swap in swaps}
     changed = {

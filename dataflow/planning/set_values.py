@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from dataflow.errors import GraphError, nearest
-from dataflow.folder.knob_changes import MAX_STALENESS
+from dataflow.folder.live_changes import MAX_STALENESS
 from dataflow.node import Generate, Operator
 from dataflow.settable import STEP, Settable
 from dataflow.structure import Structure, generators_of

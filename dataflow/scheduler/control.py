@@ -16,10 +16,9 @@ from typing import Any
 from dataflow.agent.workload import ForkWorkload
 from dataflow.errors import DataflowError, Replaced, RunError
 from dataflow.folder.faults import Faults
-from dataflow.folder.knob_changes import KnobChange
+from dataflow.folder.live_changes import KnobChange, latest_swaps
 from dataflow.folder.request_log import RequestLog
 from dataflow.folder.snapshot import SnapshotFile
-from dataflow.folder.swaps import latest
 from dataflow.graph import Graph
 from dataflow.limits import Limits as Limits
 from dataflow.planning.plan import Plan
@@ -251,7 +250,10 @@ class Scheduler:
         elif server.keys is not None:
             keys = server.keys.to_plain()
         self._earlier = snapshot
-        self.table.swaps.made, self.table.changes = latest(settings.swaps), list(settings.changes)
+        self.table.swaps.made, self.table.changes = (
+            latest_swaps(settings.swaps),
+            list(settings.changes),
+        )
         if snapshot is not None:
             self.table.take_up(snapshot["table"])
         self._settings = dataclasses.replace(settings, keys=keys, limits=limits)

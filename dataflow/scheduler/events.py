@@ -7,8 +7,7 @@ from dataclasses import dataclass, field
 from typing import TypeAlias
 
 from dataflow.errors import RunError
-from dataflow.folder.knob_changes import KnobChange
-from dataflow.folder.swaps import Swap
+from dataflow.folder.live_changes import KnobChange, Swap
 from dataflow.planning.hosts import Host
 from dataflow.worker.messages import FromWorker, ToWorker
 

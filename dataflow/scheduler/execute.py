@@ -18,10 +18,9 @@ from dataflow.display import showing
 from dataflow.draw import reward_curve_svg
 from dataflow.errors import Replaced, RunError
 from dataflow.folder import socket_folder
-from dataflow.folder.live_changes import read_live_changes
+from dataflow.folder.live_changes import latest_swaps, read_live_changes
 from dataflow.folder.run_folder import RunFolder
 from dataflow.folder.snapshot import read
-from dataflow.folder.swaps import latest
 from dataflow.folder.trace import merge
 from dataflow.graph import Graph
 from dataflow.history.resume import Begun
@@ -301,7 +300,9 @@ def _scheduler(run: RunSpec, watch: ProgressWatch, clock: RunClock) -> Scheduler
 def _inline(
     run: RunSpec, watch: ProgressWatch, times: Times, notices: list[str], following: TrackersOfRun
 ) -> TrainingResult:
-    running = InlineRun(swapped(run.graph, latest(run.settings.swaps)), run.plan, run.settings)
+    running = InlineRun(
+        swapped(run.graph, latest_swaps(run.settings.swaps)), run.plan, run.settings
+    )
     if run.begun.steps:
         running.state.go_on(run.begun.steps, run.begun.rounds)
 

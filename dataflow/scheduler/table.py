@@ -10,8 +10,7 @@ from typing import Any
 import msgspec
 from msgspec import structs
 
-from dataflow.folder.knob_changes import KnobChange
-from dataflow.folder.swaps import Swap
+from dataflow.folder.live_changes import KnobChange, Swap
 from dataflow.graph import Graph
 from dataflow.limits import Limits
 from dataflow.planning.hosts import Host

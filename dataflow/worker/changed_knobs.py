@@ -6,8 +6,7 @@ import dataclasses
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from dataflow.folder.knob_changes import MAX_STALENESS, KnobChange, of_operators
-from dataflow.folder.swaps import Swap
+from dataflow.folder.live_changes import MAX_STALENESS, KnobChange, Swap, of_operators
 from dataflow.graph import Graph
 from dataflow.planning.plan import Plan, bounds_of
 from dataflow.planning.wiring import bounds_at

@@ -14,15 +14,13 @@ from pathlib import Path
 from typing import Any
 
 from dataflow.errors import boundary
-from dataflow.folder import knob_changes
 from dataflow.folder.copies.store import Copies
 from dataflow.folder.finished import Finished, take_out_abandoned
-from dataflow.folder.knob_changes import KnobChange
 from dataflow.folder.ledger import HOME, BaseLedger, Ledger
 from dataflow.folder.ledger_service.client import LedgerClient
+from dataflow.folder.live_changes import KnobChange, Swap, known_knobs, record_knobs, record_swaps
 from dataflow.folder.run_folder import RunFolder
 from dataflow.folder.socket_folder import Whereabouts
-from dataflow.folder.swaps import Swap, record
 from dataflow.folder.trace import Trace
 from dataflow.graph import Graph
 from dataflow.limits import Limits
@@ -141,7 +139,7 @@ class NodeLoops:
         self._changed = ChangedGraph(
             declared=graph,
             plan=plan,
-            changes=knob_changes.known(self.ledger, settings.changes),
+            changes=known_knobs(self.ledger, settings.changes),
             swaps=settings.swaps,
         )
         self.graph = self._changed.now()
@@ -225,7 +223,7 @@ class NodeLoops:
         if self.ledger is not None and any(
             isinstance(self.graph.operators[node], Scorer) for node in self.nodes
         ):
-            record(self.ledger, self.nodes, self.settings.swaps)
+            record_swaps(self.ledger, self.nodes, self.settings.swaps)
 
     def record_changes(self) -> None:
         """Record from which step on changed knobs count here, before anything uses them."""
@@ -234,7 +232,7 @@ class NodeLoops:
             for change in self._changed.in_place
             if not change.step and change.node in self.nodes and not counts_itself(change)
         ]
-        knob_changes.record(self.ledger, fresh)
+        record_knobs(self.ledger, fresh)
 
     def change(self, changes: Sequence[KnobChange]) -> bool:
         """Knobs were changed: let each node go by them from its next boundary on. False: all are

@@ -6,8 +6,7 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import TypeAlias
 
-from dataflow.folder.knob_changes import KnobChange
-from dataflow.folder.swaps import Swap
+from dataflow.folder.live_changes import KnobChange, Swap
 from dataflow.system.messages import Codec, Message, Plain, field
 from dataflow.worker.kept_counts import CrossedByFile
 from dataflow.worker.state_clock import STATES

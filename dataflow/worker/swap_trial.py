@@ -12,7 +12,7 @@ from typing import Any
 import structlog
 
 from dataflow.errors import GraphError, where
-from dataflow.folder.swaps import Swap
+from dataflow.folder.live_changes import Swap
 from dataflow.graph import Graph
 from dataflow.planning.plan import Plan
 from dataflow.planning.wiring import context_facts

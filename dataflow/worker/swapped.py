@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from dataflow.errors import GraphError, nearest, where
-from dataflow.folder.swaps import Swap
+from dataflow.folder.live_changes import Swap
 from dataflow.graph import Graph
 from dataflow.keep import Keep
 from dataflow.node import Operator

@@ -14,7 +14,7 @@ import pyarrow as pa
 import xxhash
 
 from dataflow.folder.finished import PartialRolloutFiles
-from dataflow.folder.knob_changes import KnobChange
+from dataflow.folder.live_changes import KnobChange
 from dataflow.folder.partial_rollouts import PartialRollout, PartialRow
 from dataflow.records import (
     COMPLETION,

@@ -230,7 +230,7 @@ SCHEDULER = (
         "a set knob is recorded before its first step",
         "test_a_change_counts_from_the_next_step_on_and_is_on_record_before_it_begins",
         "dataflow.folder:KnobsByStep.take",
-        without("record"),
+        without("record_knobs"),
         "the record",
     ),
     Law(

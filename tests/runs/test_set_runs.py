@@ -9,7 +9,7 @@ from rigs.graphs import NO_BOUND
 
 from dataflow import Model, RunError, scorer
 from dataflow.folder.faults import FILE
-from dataflow.folder.knob_changes import KnobChange, read_changes
+from dataflow.folder.live_changes import KnobChange, read_changes
 from dataflow.folder.request_log import read_requests
 from dataflow.folder.run_folder import RunFolder
 from dataflow.scheduler.requests import ask_for_checkpoint, ask_to_set

@@ -11,8 +11,8 @@ from rigs.changed_runs import STEP, changed_run, resumed, rewards
 
 from dataflow import RunError, scorer
 from dataflow.folder.faults import FILE
+from dataflow.folder.live_changes import read_swaps
 from dataflow.folder.run_folder import RunFolder
-from dataflow.folder.swaps import read_swaps
 from dataflow.scheduler.requests import ask_to_swap
 from dataflow.testing import FakeTrainer
 

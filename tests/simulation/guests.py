@@ -9,7 +9,7 @@ from functools import partial
 from random import Random
 from typing import TYPE_CHECKING, Any
 
-from dataflow.folder.swaps import Swap, recorded
+from dataflow.folder.live_changes import Swap, recorded_swaps
 from dataflow.scheduler import scaling
 from dataflow.scheduler.requests import Reply, Scale, SwapNode, Swapped
 from dataflow.scheduler.table import Table
@@ -113,7 +113,7 @@ class Swappers:
         if isinstance(reply, Swapped) and not swaps.worker:
             self._told, numbers = (
                 swaps.made[-1].number,
-                [swap.number for swap in recorded(world.ledger.facts())],
+                [swap.number for swap in recorded_swaps(world.ledger.facts())],
             )
             check(
                 self._told in numbers,

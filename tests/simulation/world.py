@@ -17,8 +17,8 @@ import torch
 
 from dataflow.folder import snapshot
 from dataflow.folder.ledger import Ledger
+from dataflow.folder.live_changes import recorded_swaps
 from dataflow.folder.run_folder import RunFolder
-from dataflow.folder.swaps import recorded
 from dataflow.history import resume
 from dataflow.limits import Patience
 from dataflow.scheduler.agents import Agents
@@ -262,7 +262,7 @@ class World:
             folder=str(self.folder.path),
             seed=self.seed,
             steps=shape.steps,
-            swaps=recorded(self.ledger.facts()),
+            swaps=recorded_swaps(self.ledger.facts()),
         )
         limits = Limits(hang_s=HANG_S, host_s=60.0, patience=Patience(of_one=50, quiet_s=1.0))
         self.server = self._served()

@@ -1,5 +1,7 @@
 """The calls of a ledger: each is a transaction in the process that has the file open, or a message
 to it.
+
+Over 600 lines: one class, so that each call stands beside the statements of SQL that it shares.
 """
 
 import json

@@ -11,9 +11,9 @@ from typing import Any
 import numpy as np
 
 from dataflow.folder.faults import STOPPED, read_faults
-from dataflow.folder.knob_changes import KnobChange, recorded
 from dataflow.folder.ledger import Ledger
 from dataflow.folder.ledger.proof import damages
+from dataflow.folder.live_changes import KnobChange, recorded_knobs
 from dataflow.folder.retention import not_kept
 from dataflow.folder.run_folder import RunFolder
 from dataflow.folder.run_hold import seen_in_part
@@ -192,7 +192,7 @@ def read_facts(folder: RunFolder, findings: Findings) -> VerifyFacts:
         config=config,
         not_kept=not_kept(ledger_facts),
         places=lie,
-        changes=recorded(ledger_facts),
+        changes=recorded_knobs(ledger_facts),
     )
 
 

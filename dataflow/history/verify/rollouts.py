@@ -16,8 +16,8 @@ import pyarrow as pa
 from dataflow import records
 from dataflow.folder.arrow_reading import read_arrow
 from dataflow.folder.finished import File
-from dataflow.folder.knob_changes import bound_at
 from dataflow.folder.ledger import HOME, Ledger, some
+from dataflow.folder.live_changes import bound_at
 from dataflow.folder.retention import gone
 from dataflow.folder.run_folder import RunFolder
 from dataflow.history.resume import forgotten

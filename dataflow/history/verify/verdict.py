@@ -10,9 +10,8 @@ from typing import Any
 import numpy as np
 
 from dataflow.errors import DataflowError
-from dataflow.folder.knob_changes import MAX_STALENESS
 from dataflow.folder.ledger import OutcomeCounts, some
-from dataflow.folder.live_changes import read_live_changes
+from dataflow.folder.live_changes import MAX_STALENESS, read_live_changes
 from dataflow.folder.run_folder import RunFolder
 from dataflow.history.verify.facts import (
     NO_STEP,

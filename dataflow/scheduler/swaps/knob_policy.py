@@ -12,8 +12,7 @@ from functools import partial
 from typing import Any
 
 from dataflow.errors import RunError
-from dataflow.folder.knob_changes import MAX_STALENESS, KnobChange, of_operators
-from dataflow.folder.swaps import Swap, latest
+from dataflow.folder.live_changes import MAX_STALENESS, KnobChange, Swap, latest_swaps, of_operators
 from dataflow.graph import Graph
 from dataflow.planning.set_values import placed, settable_of
 from dataflow.scheduler.events import Command, Send
@@ -102,7 +101,7 @@ def late(table: Table, number: int) -> list[str]:
 
 def _swap_of(table: Table, node: str) -> Swap | None:
     """The swap by which the node's operator is in place; None: the declared operator."""
-    return next((swap for swap in latest(table.swaps.made) if swap.node == node), None)
+    return next((swap for swap in latest_swaps(table.swaps.made) if swap.node == node), None)
 
 
 def _knobs_of(table: Table, graph: Structure, node: str) -> Mapping[str, Settable]:

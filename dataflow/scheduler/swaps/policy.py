@@ -9,7 +9,7 @@ operator is started with the one before.
 import signal
 
 from dataflow.errors import GraphError, RunError, nearest
-from dataflow.folder.swaps import Swap, latest
+from dataflow.folder.live_changes import Swap, latest_swaps
 from dataflow.node import Generate, Learn, Operator, Source
 from dataflow.scheduler.events import Command, NotifyUser, Signal
 from dataflow.scheduler.recovery import ENDED
@@ -61,13 +61,13 @@ def worker_of(table: Table, node: str) -> WorkerRecord:
 
 def own(table: Table, record: WorkerRecord) -> tuple[Swap, ...]:
     """What an attempt of a worker that starts now runs in the place of its graph's operators."""
-    return tuple(swap for swap in latest(table.swaps.made) if swap.node in record.nodes)
+    return tuple(swap for swap in latest_swaps(table.swaps.made) if swap.node in record.nodes)
 
 
 def begin(table: Table, swap: Swap, now: float) -> list[Command]:
     """An operator that fits takes the place of another one: the worker ends."""
     record = worker_of(table, swap.node)
-    table.swaps.made = [*latest(table.swaps.made), swap]
+    table.swaps.made = [*latest_swaps(table.swaps.made), swap]
     table.swaps.worker, table.swaps.taken_back = record.name, ""
     return end(record, now)
 

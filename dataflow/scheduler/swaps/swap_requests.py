@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from dataflow.errors import DataflowError
-from dataflow.folder.swaps import Swap
+from dataflow.folder.live_changes import Swap
 from dataflow.scheduler.control_server import Client
 from dataflow.scheduler.requests import Refused, Reply, SwapNode, Swapped
 from dataflow.scheduler.swaps import policy

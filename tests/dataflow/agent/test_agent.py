@@ -10,7 +10,6 @@ from typing import Any
 
 import psutil
 import pytest
-from dataflow.agent.messages import End
 from rigs.graphs import fake_graph
 from rigs.machine import wait_until
 
@@ -18,7 +17,7 @@ from dataflow import scorer
 from dataflow.agent.agent import Agent, SchedulerSocket
 from dataflow.agent.digest import built, other_program, program_files
 from dataflow.agent.environment import AgentEnvironment
-from dataflow.agent.messages import Bye, Join, Leaves
+from dataflow.agent.messages import Bye, End, Join, Leaves
 from dataflow.agent.rendezvous import Rendezvous
 from dataflow.errors import RunError
 from dataflow.history.launch import Launch

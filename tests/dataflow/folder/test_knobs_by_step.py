@@ -6,9 +6,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from dataflow.folder.knob_changes import KnobChange, bound_at, known, recorded
 from dataflow.folder.knobs_by_step import KnobsByStep
 from dataflow.folder.ledger import Ledger
+from dataflow.folder.live_changes import KnobChange, bound_at, known_knobs, recorded_knobs
 from dataflow.staleness import Bound
 from dataflow.testing import FakeTrainer
 
@@ -36,11 +36,11 @@ def test_a_change_counts_from_the_next_step_on_and_is_on_record_before_it_begins
         assert knobs.is_behind and knobs.at(9).lr == 1.0
         knobs.take(4, None)
         assert not knobs.is_behind and [knobs.at(step).lr for step in (3, 4, 9)] == [1.0, 0.5, 0.5]
-        (on_record,) = recorded(ledger.facts())
+        (on_record,) = recorded_knobs(ledger.facts())
         assert on_record == replace(lr(1, 0.5), step=4)
         knobs.hear([lr(1, 0.5)])
         assert not knobs.is_behind, "it is known"
-        again = KnobsByStep(FakeTrainer(), known(ledger, [lr(1, 0.5), lr(2, 0.25)]), ledger)
+        again = KnobsByStep(FakeTrainer(), known_knobs(ledger, [lr(1, 0.5), lr(2, 0.25)]), ledger)
         assert [again.at(step).lr for step in (3, 4, 9)] == [1.0, 0.5, 0.5], "as it was made"
         again.take(6, None)
         assert [again.at(step).lr for step in (5, 6)] == [0.5, 0.25]

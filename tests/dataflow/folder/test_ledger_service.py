@@ -14,7 +14,6 @@ from typing import Any
 import pyarrow as pa
 import pytest
 import zmq
-from dataflow.folder.ledger_service.service import RequestHandler
 from rigs.ending import at_end
 
 from dataflow.errors import DeadlineError, Replaced, RunError

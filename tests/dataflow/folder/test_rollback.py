@@ -7,7 +7,6 @@ from pathlib import Path
 import numpy as np
 import pyarrow as pa
 import pytest
-from dataflow.folder.finished import take_out_abandoned
 
 from dataflow.folder.finished import Finished, PartialRolloutFiles, take_out_abandoned
 from dataflow.folder.partial_rollouts import PartialRollout, PartialRow

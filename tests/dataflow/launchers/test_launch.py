@@ -7,10 +7,9 @@ import sys
 from pathlib import Path
 
 import pytest
-from dataflow.launchers.submit import Job, batch_script
 
 from dataflow.errors import GraphError, RunError
-from dataflow.launchers.submit import launch
+from dataflow.launchers.submit import Job, batch_script, launch
 
 COMMAND = ("python", "-m", "graphs.aipo", "--steps", "100")
 

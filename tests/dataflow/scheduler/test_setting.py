@@ -12,8 +12,7 @@ from rigs.graphs import fake_graph
 from test_swapping import SOMEBODY, Swapping
 
 from dataflow import scorer
-from dataflow.folder.knob_changes import KnobChange
-from dataflow.folder.swaps import Swap
+from dataflow.folder.live_changes import KnobChange, Swap
 from dataflow.planning.hosts import Devices
 from dataflow.planning.plan import plan
 from dataflow.scheduler.control import WRITTEN_S

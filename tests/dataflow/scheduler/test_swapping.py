@@ -15,7 +15,7 @@ from test_control import Play, PlayedServer
 from dataflow import Graph, Model, scorer
 from dataflow.errors import DataflowError
 from dataflow.folder.faults import FILE
-from dataflow.folder.swaps import Swap
+from dataflow.folder.live_changes import Swap
 from dataflow.planning.hosts import Devices
 from dataflow.planning.plan import plan
 from dataflow.scheduler.control import Limits, Scheduler

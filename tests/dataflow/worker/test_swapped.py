@@ -13,7 +13,7 @@ from rigs.graphs import fake_graph
 
 from dataflow import Array, Graph, keep, scorer
 from dataflow.errors import GraphError
-from dataflow.folder.swaps import Swap
+from dataflow.folder.live_changes import Swap
 from dataflow.planning.hosts import Devices
 from dataflow.planning.plan import plan
 from dataflow.worker.swap_trial import tried

@@ -17,8 +17,8 @@ from rigs.programs import Program, program, under_way
 
 from dataflow import verify
 from dataflow.folder.faults import FILE
+from dataflow.folder.live_changes import read_swaps
 from dataflow.folder.run_folder import RunFolder
-from dataflow.folder.swaps import read_swaps
 from dataflow.scheduler.requests import ask_for_facts, ask_to_stop
 
 __all__ = ["program"]
