@@ -18,6 +18,7 @@ from dataflow.folder.copies.store import Copies
 from dataflow.folder.finished import Finished, take_out_abandoned
 from dataflow.folder.ledger import HOME, BaseLedger, Ledger
 from dataflow.folder.ledger_service.client import LedgerClient
+from dataflow.folder.ledger_service.messages import Life
 from dataflow.folder.live_changes import KnobChange, Swap, known_knobs, record_knobs, record_swaps
 from dataflow.folder.run_folder import RunFolder
 from dataflow.folder.socket_folder import Whereabouts
@@ -413,8 +414,7 @@ def open_ledger(folder: RunFolder, settings: Settings) -> BaseLedger:
         folder.ledger,
         settings.ledger,
         worker=f"{settings.worker}-{settings.replica}",
-        holder=settings.holder,
-        attempt=settings.attempt,
+        life=Life(settings.holder, settings.attempt),
         keys=RunKeys.from_plain(settings.keys),
         patience_s=settings.limits.adopt_s,
         seek=partial(_seek_ledger, settings.sockets),

@@ -18,9 +18,9 @@ import numpy as np
 import pyarrow as pa
 
 from dataflow.errors import GraphError, OperatorError, RecordError
+from dataflow.folder.finished import take_out_abandoned
 from dataflow.folder.knobs_by_step import KnobsByStep
 from dataflow.folder.ledger import MadeStep
-from dataflow.folder.finished import take_out_abandoned
 from dataflow.records import GROUP_ID, MASK, NEW_LOGPROBS, ROLLOUT_ID, TOKENS, AnyArray
 from dataflow.runtime import Context
 from dataflow.system.files import RunFolderError

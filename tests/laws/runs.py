@@ -488,7 +488,7 @@ LEDGER = (
         "an older attempt commits nothing",
         "test_an_older_attempt_commits_nothing_once_a_newer_one_has_looked",
         "dataflow:RequestHandler._admitted",
-        never("writer", "token", "_floor"),
+        never("writer", "token", "_first"),
         "comparing attempts",
     ),
     Law(

@@ -26,6 +26,7 @@ from dataflow.folder.ledger_service.messages import (
     Answer,
     Behind,
     Join,
+    Life,
     Query,
     QueryResult,
     Record,
@@ -250,8 +251,7 @@ class LedgerClient(BaseLedger):
         address: str,
         *,
         worker: str,
-        holder: int = 0,
-        attempt: int = 0,
+        life: Life = Life(),
         keys: RunKeys | None = None,
         seek: Callable[[], str] = lambda: "",
         patience_s: float = PATIENCE_S,
@@ -260,7 +260,7 @@ class LedgerClient(BaseLedger):
         copies: Copies | None = None,
     ) -> None:
         """Join the service at `address`. path: where the ledger's file is, as this host has it.
-        worker, holder, attempt: who writes, as `Token` has it. seek: as `ServiceSocket` has it.
+        worker, life: who writes. seek: as `ServiceSocket` has it.
         clock: of this process, which stands still while it is stopped. disk: the host whose own
         this folder is, or `HOME`. copies: where those of its checkpoints are. Errors: Replaced;
         DeadlineError when nobody answers.
@@ -273,7 +273,7 @@ class LedgerClient(BaseLedger):
             lambda offset: self._ask_files(RunFiles.read_metrics, offset),
             copies,
         )
-        self._token = Token(worker, holder, attempt, secrets.randbits(62))
+        self._token = Token(worker, life, secrets.randbits(62))
         self._patience_s, self._clock = patience_s, clock or AwakeClock()
         self._open_line: Callable[[], ServiceSocket] = partial(ServiceSocket, address, keys, seek)
         self._line, self._thread = self._open_line(), threading.get_ident()
@@ -306,7 +306,7 @@ class LedgerClient(BaseLedger):
         """
         token = self._token
         return Placing(
-            f"{token.holder}-{token.attempt}-{token.session:x}",
+            f"{token.life.scheduler}-{token.life.attempt}-{token.session:x}",
             self._place,
             self._append,
             self._disk,

@@ -1,7 +1,7 @@
 """The messages between the ledger's service and its clients."""
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias
 
 from dataflow.folder.ledger.methods import calls_of
 from dataflow.folder.ledger_service import files as files  # its methods are called, too
@@ -15,22 +15,29 @@ else:
     AnyWrite = calls_of(lambda method: method.writes)
 
 
+class Life(NamedTuple):
+    """Which life of a worker this is: of two, the later is the larger, and the earlier may write
+    nothing any more.
+    """
+
+    scheduler: int = 0
+    """Number of the one that has started it: how many held the run before."""
+    attempt: int = 0
+    """How often that worker was started before by it, and by those whose run it took over."""
+
+    def __str__(self) -> str:
+        return f"attempt {self.attempt} of scheduler {self.scheduler}"
+
+
 @dataclass(frozen=True)
 class Token:
     """A process that writes."""
 
     worker: str
-    holder: int
-    """Number of the scheduler that has started it."""
-    attempt: int
-    """How often that worker was started before by it, and by those whose run it took over."""
+    life: Life
     session: int
-    """A random number of the process: it tells two processes apart that are otherwise alike."""
-
-    @property
-    def age(self) -> tuple[int, int]:
-        """Grows with each process that is started in place of another."""
-        return self.holder, self.attempt
+    """A random number of the process: it tells two of one life apart, of which none is the
+    later."""
 
 
 # From a client

@@ -23,6 +23,7 @@ from dataflow.folder.ledger_service.messages import (
     Answer,
     Behind,
     Join,
+    Life,
     Query,
     QueryResult,
     Record,
@@ -51,6 +52,13 @@ class Writer:
     """Number of its last write that has an answer: 1, 2, ..."""
     refusal: str | None = None
     """Why that write was not made."""
+
+
+def _writer(
+    worker: str, scheduler: int, attempt: int, session: int, number: int, refusal: str | None
+) -> Writer:
+    """As the table has it."""
+    return Writer(Token(worker, Life(scheduler, attempt), session), number, refusal)
 
 
 @dataclass(frozen=True)
@@ -88,8 +96,9 @@ class RequestHandler:
                 db.execute(_ADMIT, (FLOOR, floor, 0, 0))
         ledger.flush()
         with ledger.transaction("list who writes", writes=False) as db:
-            self._writers = {row[0]: Writer(Token(*row[:4]), *row[4:]) for row in db.execute(_LIST)}
-        self._floor = self._writers[FLOOR].token.holder if FLOOR in self._writers else 0
+            self._writers = {row[0]: _writer(*row) for row in db.execute(_LIST)}
+        self._first = self._writers[FLOOR].token.life if FLOOR in self._writers else Life()
+        """Earlier lives may not write, whatever their worker."""
 
     def hear(self, message: ToLedger) -> Answer | Deferred:
         """Make a request, or answer why not. Errors: Replaced, once another scheduler holds the
@@ -171,18 +180,18 @@ class RequestHandler:
 
     def _admit(self, token: Token) -> None:
         writer = self._writers.get(token.worker)
-        if token.holder < self._floor or (writer is not None and token.age < writer.token.age):
+        if token.life < self._first or (writer is not None and token.life < writer.token.life):
             raise _replaced(token, writer)
         if writer is not None and writer.token == token:
             return
         with self._ledger.transaction("let a worker write") as db:
-            db.execute(_ADMIT, (token.worker, token.holder, token.attempt, token.session))
+            db.execute(_ADMIT, (token.worker, *token.life, token.session))
         self._writers[token.worker] = Writer(token)
 
     def _admitted(self, token: Token) -> Writer:
         """The writer of a process that may write. Errors: Replaced."""
         writer = self._writers.get(token.worker)
-        if writer is None or writer.token != token or token.holder < self._floor:
+        if writer is None or writer.token != token or token.life < self._first:
             raise _replaced(token, writer)
         return writer
 
@@ -198,13 +207,10 @@ def _refused(message: ToLedger, error: RunError) -> Refused:
 
 
 def _replaced(token: Token, writer: Writer | None) -> Replaced:
-    successor: Any = (
-        "none"
-        if writer is None
-        else f"attempt {writer.token.attempt} of scheduler {writer.token.holder}"
-    )
+    successor = "none" if writer is None else str(writer.token.life)
     return Replaced(
-        f"attempt {token.attempt} of '{token.worker}', started by scheduler {token.holder} of this"
+        f"attempt {token.life.attempt} of '{token.worker}', started by scheduler"
+        f" {token.life.scheduler} of this"
         " run, may write nothing any more: another one was started in its place (found"
         f" {successor});"
         " it was cut off or stopped for too long, and ends without touching the run"

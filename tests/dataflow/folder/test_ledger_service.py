@@ -24,6 +24,7 @@ from dataflow.folder.ledger_service.client import LedgerClient
 from dataflow.folder.ledger_service.messages import (
     TO_LEDGER,
     Join,
+    Life,
     Query,
     QueryResult,
     Record,
@@ -191,7 +192,7 @@ def call(name: str, *args: Any, **kwargs: Any) -> Call:
 
 
 def token(attempt: int = 0, session: int = 1, holder: int = 0, worker: str = "trainer-0") -> Token:
-    return Token(worker, holder, attempt, session)
+    return Token(worker, Life(holder, attempt), session)
 
 
 @pytest.fixture
@@ -337,7 +338,7 @@ def test_a_trainer_that_was_replaced_shows_neither_rollouts_nor_a_checkpoint(
         (begun / "weights").write_text("old")
     half = old.checkpoints.begin(2)
     (half / "weights").write_text("old")
-    new = RunFolder(path.parent, placing=client(path, service, attempt=1).placing)
+    new = RunFolder(path.parent, placing=client(path, service, life=Life(0, 1)).placing)
     with new.checkpoints.writing(2) as begun:
         (begun / "weights").write_text("new")
         assert begun != half

@@ -18,7 +18,7 @@ from dataflow.errors import Replaced
 from dataflow.folder.ledger import BaseLedger, Ledger, LedgerError
 from dataflow.folder.ledger.schema import STATES
 from dataflow.folder.ledger_service import client as clients
-from dataflow.folder.ledger_service.messages import FROM_LEDGER, TO_LEDGER, Answer, ToLedger
+from dataflow.folder.ledger_service.messages import FROM_LEDGER, TO_LEDGER, Answer, Life, ToLedger
 from dataflow.folder.ledger_service.service import Deferred, RequestHandler
 
 WORKERS = ("prompts-0", "trainer-0")
@@ -115,7 +115,7 @@ class Histories(RuleBasedStateMachine):
                 self.folder / "served.db",
                 "fake",
                 worker=worker,
-                attempt=self.attempts[worker],
+                life=Life(attempt=self.attempts[worker]),
                 patience_s=1e6,
                 clock=lambda: self.wires.now,
             )

@@ -12,7 +12,7 @@ from dataflow.folder.copies.store import Address, Copies, Store, claim
 from dataflow.folder.ledger import HOME, Ledger
 from dataflow.folder.ledger.methods import METHODS
 from dataflow.folder.ledger_service.client import OwnFiles
-from dataflow.folder.ledger_service.messages import Join, Query, QueryResult, Refused, Token
+from dataflow.folder.ledger_service.messages import Join, Life, Query, QueryResult, Refused, Token
 from dataflow.folder.ledger_service.service import RequestHandler
 from dataflow.folder.placing import Placing
 from dataflow.folder.run_folder import RunFolder
@@ -100,7 +100,7 @@ def test_a_replaced_attempt_places_nothing_on_its_own_disk_that_counts(
     home: Path, ledger: Ledger
 ) -> None:
     handler = RequestHandler(ledger)
-    old, new = Token("trainer-0", 1, 0, 7), Token("trainer-0", 1, 1, 8)
+    old, new = Token("trainer-0", Life(1, 0), 7), Token("trainer-0", Life(1, 1), 8)
     put_in_place = METHODS["put_in_place"].call
     asks = put_in_place(".step-000003.old", STEP_3, None, "c")
     for token in (old, new):
