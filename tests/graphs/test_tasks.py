@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dataflow.errors import RecordError
-from graphs.tasks import arithmetic, calculator, guess, products, sorting
+from graphs.tasks import calculator, guess, products, sorting
 from operators.warm_start import EOS
 
 GENERATORS = pytest.mark.parametrize(
@@ -74,7 +74,7 @@ def test_sorting_pays_for_the_whole_answer_only():
 
 def test_made_up_expressions_have_their_own_value_as_answer_and_fit_the_tasks_limits():
     for row in calculator.rows(500, seed=0):
-        assert arithmetic.value(row["prompt"].removesuffix("=")) == arithmetic.number(row["answer"])
+        assert calculator.value(row["prompt"].removesuffix("=")) == calculator.number(row["answer"])
         assert set(row["prompt"] + row["answer"]) <= set(calculator.ALPHABET)
         assert len(row["prompt"]) <= calculator.LONGEST_PROMPT
         assert len(row["answer"]) < calculator.MAX_TOKENS
@@ -107,7 +107,7 @@ def test_made_up_expressions_have_the_operators_of_gsm8k():
     ],
 )
 def test_a_number_is_read_exactly_however_it_is_written(text, expected):
-    assert arithmetic.number(text) == Fraction(expected)
+    assert calculator.number(text) == Fraction(expected)
 
 
 @pytest.mark.parametrize(
@@ -132,7 +132,7 @@ def test_a_number_is_read_exactly_however_it_is_written(text, expected):
     ],
 )
 def test_what_is_no_number_is_none(text):
-    assert arithmetic.number(text) is None
+    assert calculator.number(text) is None
 
 
 @pytest.mark.parametrize(
@@ -155,7 +155,7 @@ def test_what_is_no_number_is_none(text):
     ],
 )
 def test_an_expression_has_its_exact_value(text, expected):
-    assert arithmetic.value(text) == Fraction(expected)
+    assert calculator.value(text) == Fraction(expected)
 
 
 NO_EXPRESSIONS = ["", "560//10", "1/0", "(1", "1)", "2**3", "x*2", "5+", "3 4a", "1" + "+1" * 60]
@@ -163,12 +163,12 @@ NO_EXPRESSIONS = ["", "560//10", "1/0", "(1", "1)", "2**3", "x*2", "5+", "3 4a",
 
 @pytest.mark.parametrize("text", NO_EXPRESSIONS)
 def test_what_is_no_expression_is_none(text):
-    assert arithmetic.value(text) is None
+    assert calculator.value(text) is None
 
 
 @given(st.text("0123456789.+-*/()%,$ =", max_size=30))
 def test_any_text_is_a_number_an_expression_or_none_but_never_an_exception(text):
-    alone, whole = arithmetic.number(text), arithmetic.value(text)
+    alone, whole = calculator.number(text), calculator.value(text)
     assert alone is None or alone == whole
 
 
