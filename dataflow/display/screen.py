@@ -191,6 +191,8 @@ class Summary:
     """Commands that look further, each with what it shows."""
 
 
+# A snapshot as lines.
+
 Styled: TypeAlias = tuple[str, str]
 StyledLine: TypeAlias = list[Styled]
 """Pieces of text, each with the name of its style."""

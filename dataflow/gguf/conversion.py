@@ -117,6 +117,8 @@ def _digest(file: Path, size: int, changed_ns: int) -> str:
     return read[:16]
 
 
+# The conversion.
+
 STILL_S = 50.0
 """Without a byte more, whoever converts hangs."""
 _BYTES = {"F32": 4, "F16": 2, "BF16": 2}

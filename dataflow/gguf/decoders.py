@@ -74,6 +74,8 @@ def rows_of(content: GGUFContent, name: str, *, heads: int = 0) -> Iterator[Any]
         yield gguf.quants.dequantize(chosen, gguf.GGMLQuantizationType[tensor.kind])
 
 
+# The decoder that metadata and tensors are.
+
 _CLASSES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
 """By a file's general.architecture, which is transformers' model_type too."""
 _INTERLEAVED = ("llama",)

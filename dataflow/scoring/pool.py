@@ -246,6 +246,8 @@ def memory_kb(pid: int) -> int:
     return 0
 
 
+# The pool itself.
+
 _PATIENCE_S = 10.0
 _STOPPED_S = 1.0
 """After so many seconds without an answer the server may have been stopped."""

@@ -111,6 +111,8 @@ def caller_of(scorer: "Scorer[..., Any]") -> Pool | InWorker:
     return Pool(settings) if scorer.isolate else InWorker(settings)
 
 
+# The runtime of a scorer, and that of a filter.
+
 _ROOM = 2048
 _HOLD_S = 0.05
 

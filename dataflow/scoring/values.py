@@ -251,6 +251,8 @@ def shown(value: Any) -> str:
     return f"{text} ({type(value).__name__})".encode("utf-8", "backslashreplace").decode()
 
 
+# Rows become calls, and their results a column.
+
 _COUNT = struct.Struct("<I")
 
 

@@ -133,6 +133,8 @@ class SamplingMask:
         return pa.ListArray.from_arrays(offsets, inner)
 
 
+# The tokens themselves.
+
 NO_VERSION = -1
 """The version of a token that no policy drew."""
 
