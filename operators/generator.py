@@ -336,7 +336,7 @@ class Generator(GeneratorKnobs):
         from operators.models.loading import preload
 
         if self.tensor_parallel > 1:
-            import operators.engine.parallel.launch  # noqa: F401
+            import operators.engine.parallel.lockstep  # noqa: F401
         preload(self.model)
 
     def build(self, context: Context) -> Runtime:

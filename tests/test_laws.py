@@ -98,7 +98,10 @@ ENDLESS = {
         "work.wait()",
     ): "behind a loop with a deadline: it is completed",
     ("dataflow/live/server.py", "connection.lost.wait()"): "below an asyncio.timeout",
-    ("operators/engine/parallel/member.py", "work.wait()"): "has the time-out of its process group",
+    (
+        "operators/engine/parallel/lockstep.py",
+        "work.wait()",
+    ): "has the time-out of its process group",
     (
         "dataflow/foresight/choice/ways_out.py",
         "FLAGS.get()",

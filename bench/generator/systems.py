@@ -170,7 +170,7 @@ def vllm_cpu(setting: Setting) -> System:
     can compile.
     """
     from dataflow.model import Model
-    from operators.engine.sampling_params import Sampling
+    from operators.engine.sampler import Sampling
     from operators.engine.vllm.engine import VllmEngine
     from operators.models.folders import ModelError
 

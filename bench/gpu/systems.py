@@ -129,7 +129,7 @@ def ours(model: Any, system: str, load: Load, seconds: float) -> Run:
     from operators.engine.cuda.fuse import fuse_layers
     from operators.engine.decode import Engine
     from operators.engine.interface import PromptStart
-    from operators.engine.sampling_params import Sampling
+    from operators.engine.sampler import Sampling
 
     begun = time.monotonic()
     choice = OURS[system]

@@ -64,7 +64,7 @@ def build(policy: Path, tensor_parallel: int) -> Graph:
 
 def write(folder: Path, size: Size) -> None:
     """A policy of that size, in a folder."""
-    from operators.warm_start.spec import WarmStartSpec
+    from operators.warm_start.launch import WarmStartSpec
     from operators.warm_start.train import character_tokenizer, small_llama
 
     spec = WarmStartSpec(

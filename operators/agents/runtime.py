@@ -36,9 +36,9 @@ from operators.models.borders import longest
 from operators.models.loading import load_configs, load_tokenizer
 from operators.serving.app import make_app
 from operators.serving.calls import ServedCall
+from operators.serving.engine_thread import bind
 from operators.serving.errors import Bounds, bad
 from operators.serving.requests import Request
-from operators.serving.serve import bind
 from operators.serving.service import Service
 
 # The APIs of a server inside a run: its calls are turns of rollouts, and the run says how they

@@ -25,7 +25,7 @@ from operators.engine.native.fused import FusedStep, supports
 from operators.engine.pages import Prefix, pages_for
 from operators.engine.precision import Sliced, cast, quantise, unrounded
 from operators.engine.precision.intake import Intake
-from operators.engine.sampling_params import Sampling
+from operators.engine.sampler import Sampling
 from operators.engine.stop_strings import StopStrings, stops_of
 from operators.generator import GeneratorKnobs
 from operators.models.adapters import Merged
@@ -348,7 +348,7 @@ def make_engine(declaration: GeneratorKnobs, context: Context) -> BuiltEngine:
     Raises ModelError when they cannot be used.
     """
     if declaration.tensor_parallel > 1:
-        from operators.engine.parallel.launch import make_parallel
+        from operators.engine.parallel.lockstep import make_parallel
 
         return make_parallel(declaration, context, declaration.tensor_parallel)
     if declaration.engine == "vllm":

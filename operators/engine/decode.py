@@ -31,15 +31,14 @@ from operators.engine.cuda.late import LateFlags
 from operators.engine.interface import ABORTED, BROKEN, EndedRollout, PromptStart, Row, begun
 from operators.engine.pages import PAGE, Pages, Prefix, fitting, pages_for
 from operators.engine.rows import Parked, Rows, put, to_park
-from operators.engine.sampler import likeliest
-from operators.engine.sampling_params import Sampling
+from operators.engine.sampler import Sampling, likeliest
 from operators.engine.stop_strings import StopStrings
 from operators.models.loading import trim_memory
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from operators.engine.sampling_params import RowSampling
+    from operators.engine.sampler import RowSampling
 
 # The likeliest tokens beside each that is drawn, for rollouts that ask for them.
 

@@ -5,13 +5,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from dataflow.folder.partial_rollouts import PartialRollout
 from dataflow.records import AnyArray
 from dataflow.tokens.rollout_tokens import RolloutTokens, SamplingMask
-from operators.engine.sampling_params import Sampling
-from operators.engine.stop_strings import StopStrings
+
+if TYPE_CHECKING:  # so that a server reads these without torch
+    from operators.engine.sampler import Sampling
+    from operators.engine.stop_strings import StopStrings
 
 STOPPED, TOO_LONG, BROKEN, ABORTED = 0, 1, 2, 3
 """An end token or stop string, its length limit, logits that are not finite, the caller's wish."""

@@ -19,7 +19,7 @@ from dataflow.records import AnyArray
 from dataflow.tokens.rollout_tokens import RolloutTokens, SamplingMask
 from operators.engine.interface import BROKEN, STOPPED, TOO_LONG, EndedRollout, Row
 from operators.engine.pages import PAGE, Pages, pages_for
-from operators.engine.sampling_params import RowSampling, Sampling
+from operators.engine.sampler import RowSampling, Sampling
 from operators.engine.stop_strings import StopStrings
 from operators.models.folders import ModelError
 

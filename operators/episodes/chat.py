@@ -17,7 +17,7 @@ from dataflow.system.text import sound, strict_json
 from operators.chat.tool_calls import ReadTurn
 from operators.episodes.conversations import FIRST, ConversationOrigin
 from operators.episodes.dialogue import Heard, text_of
-from operators.tools.rollout_tools import RolloutTools
+from operators.tools.toolbox import RolloutTools
 
 # What the policy said in a turn: its text, and the calls of tools that stand in it.
 

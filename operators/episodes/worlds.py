@@ -16,8 +16,7 @@ from dataflow.scoring.pool import Answer, Asked, Encode, Pool
 from dataflow.scoring.values import checker, describe, row_arguments
 from operators.episodes.chat import Chats, EpisodeOver
 from operators.episodes.declaration import FunctionKnobs
-from operators.tools.rollout_tools import RolloutTools
-from operators.tools.toolbox import Toolbox
+from operators.tools.toolbox import RolloutTools, Toolbox
 
 
 class Worlds(Protocol):

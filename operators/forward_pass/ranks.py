@@ -32,11 +32,12 @@ from operators.models.heads import key_value_heads
 from operators.models.loading import load_configs
 from operators.models.read_weights import RankMemory
 from operators.ranks import group
-from operators.ranks.messages import Close, codec_of
 from operators.ranks.team import (
+    Close,
     Exchange,
     Loading,
     Team,
+    codec_of,
     expected,
     following,
     forked,

@@ -38,7 +38,7 @@ from dataflow.tokens.rollout_tokens import RolloutTokens
 from dataflow.worker.host import in_flight
 from operators.engine.build import sampling_of
 from operators.engine.interface import BROKEN, STOPPED, DecodingEngine, EndedRollout
-from operators.engine.sampling_params import Sampling
+from operators.engine.sampler import Sampling
 from operators.generator import GeneratorKnobs
 
 

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from dataflow.system.files import disk
 from dataflow.weight_ends import TAKE, LetsGo, Offered, Span, WeightsAgain, WeightsIn, taken, untold
-from operators.ranks.messages import Sleep, SleepDone, Wake
+from operators.ranks.team import Sleep, SleepDone, Wake
 
 if TYPE_CHECKING:
     from dataflow.system.channel import Channel

@@ -29,11 +29,68 @@ from dataflow.system import child
 from dataflow.system.channel import Channel
 from dataflow.system.clocks import Countdown
 from dataflow.system.interrupts import leave_to_leader
-from dataflow.system.messages import Codec
+from dataflow.system.messages import Codec, Message
 from dataflow.system.rank_places import RankPlaces
 from operators.ranks import group
 from operators.ranks.group import ExchangeWatch
-from operators.ranks.messages import Build, Close, Failed, Load, Loaded, Sleep, SleepDone, Wake
+
+MESSAGE_BYTES = 1 << 36
+"""A step's rows may be large; who holds the other end is a process of this run."""
+
+
+class Close(Message):
+    """Rank 0: all is over."""
+
+
+class Load(Message):
+    """Rank 0: read the model."""
+
+
+class Loaded(Message):
+    """Another rank: I have read it."""
+
+
+class Build(Message):
+    """Rank 0: all have read the model."""
+
+
+class Sleep(Message):
+    """Rank 0: put your memory aside, as I do."""
+
+
+class Wake(Message):
+    """Rank 0: take it again."""
+
+
+class SleepDone(Message):
+    """Another rank: I have done so."""
+
+
+class Failed(Message):
+    """Another rank: this error ends me."""
+
+    kind: str
+    """The error's class."""
+    text: str
+
+
+def codec_of(protocol: str, *kinds: type[Any]) -> Codec[Any]:
+    """The messages of the ranks of one operator."""
+    return Codec(
+        protocol,
+        1,
+        Close,
+        Load,
+        Loaded,
+        Build,
+        Sleep,
+        Wake,
+        SleepDone,
+        Failed,
+        *kinds,
+        max_bytes=MESSAGE_BYTES,
+    )
+
 
 T = TypeVar("T")
 

@@ -17,9 +17,8 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 from operators.serving.apis.anthropic_messages import MESSAGES, parse_count
-from operators.serving.apis.api import CHAT_COMPLETIONS, COMPLETIONS, Api
+from operators.serving.apis.api import CHAT_COMPLETIONS, COMPLETIONS, TOKEN_ROUTE, Api
 from operators.serving.apis.openai_responses import RESPONSES
-from operators.serving.apis.token_route import TOKEN_ROUTE
 from operators.serving.calls import ServedCall
 from operators.serving.errors import ApiError, read_json
 from operators.serving.service import Service

@@ -70,7 +70,7 @@ class Service:
         Args:
             tokenizer: for this thread alone; the engine's stop strings have another.
             ends: tokens at which the engine ends a rollout.
-            make_sampling: `operators.engine.sampling_params.Sampling`.
+            make_sampling: `operators.engine.sampler.Sampling`.
             make_stop: from stop strings to what the engine ends rollouts by, or None.
             on_rollout: hear the rows of every prompt whose rollouts have ended.
             numbers: hands out group ids; a `RolloutFile` knows which are free.

@@ -11,7 +11,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -322,10 +322,6 @@ class Origin:
 _Rows = Iterator[tuple[str, Any, Fault | None]]
 
 
-class _Reader(Protocol):
-    def __call__(self, path: Path, columns: tuple[str, ...] | None) -> _Rows: ...
-
-
 def _files(path: Path, split: str | None) -> list[Path]:
     """The data files of a file or folder; RecordError when there are none, or several splits."""
     if path.is_file():
@@ -447,7 +443,7 @@ def _batch_rows(batches: Iterable[Any]) -> Iterator[list[Any]]:
             yield batch.slice(start, _ROWS_AT_ONCE).to_pylist()
 
 
-_READERS: dict[str, _Reader] = {
+_READERS: dict[str, Callable[[Path, tuple[str, ...] | None], _Rows]] = {
     "": _json_lines,
     ".jsonl": _json_lines,
     ".json": _json_lines,

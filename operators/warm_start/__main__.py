@@ -16,8 +16,7 @@ from pathlib import Path
 
 from dataflow.errors import GraphError
 from dataflow.system.channel import Channel
-from operators.warm_start.launch import CODEC, Progress
-from operators.warm_start.spec import BAD_INPUT, RECORD_FILE, WarmStartSpec
+from operators.warm_start.launch import BAD_INPUT, CODEC, RECORD_FILE, Progress, WarmStartSpec
 
 ORPHANED = 3
 """Exit status of a process whose parent is gone."""

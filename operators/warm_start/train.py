@@ -10,7 +10,7 @@ from tokenizers import Tokenizer, decoders, models
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from dataflow.errors import GraphError
-from operators.warm_start.spec import EOS, PAD, UNKNOWN, WarmStartSpec
+from operators.warm_start.launch import EOS, PAD, UNKNOWN, WarmStartSpec
 
 
 def character_tokenizer(alphabet: str, max_positions: int) -> PreTrainedTokenizerFast:

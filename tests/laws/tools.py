@@ -8,7 +8,7 @@ TOOLS = (
         "a tool's exception is told to the policy",
         "test_what_goes_wrong_in_a_call_is_told_to_the_policy[[fetch('raise')]-error: KeyError:"
         " 'nothing there']",
-        "operators.tools.rollout_tools:RolloutTools._result",
+        "operators.tools.toolbox:RolloutTools._result",
         instead("raise", "ValueError"),
         "telling it",
     ),
@@ -22,7 +22,7 @@ TOOLS = (
     Law(
         "a result is cut at its limit",
         "test_a_long_answer_is_cut",
-        "operators.tools.rollout_tools:shown",
+        "operators.tools.toolbox:shown",
         always("len"),
         "the limit",
     ),

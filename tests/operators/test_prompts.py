@@ -24,8 +24,7 @@ from dataflow.records import (
 )
 from dataflow.runtime import Context, Runtime
 from dataflow.staleness import Bound
-from operators.prompts import Prompts
-from operators.sources.prompt_runtime import permutation
+from operators.prompts import Prompts, permutation
 
 ROWS = [{"prompt": f"{i}+1=", "answer": i + 1, "note": f"n{i}"} for i in range(5)]
 

@@ -11,8 +11,7 @@ from trainer_rig import VOCABULARY, gradient, group, rows_of, tiny_learner, tiny
 from dataflow.errors import RecordError
 from dataflow.records import SAMPLING_MASK, SAMPLING_MASK_TYPE
 from dataflow.tokens.rollout_tokens import SamplingMask
-from operators.engine.sampler import draw
-from operators.engine.sampling_params import Sampling
+from operators.engine.sampler import Sampling, draw
 from operators.training.learner.policy import Policy
 from operators.training.learner.rows import pack
 

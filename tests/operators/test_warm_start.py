@@ -16,7 +16,7 @@ from dataflow.errors import GraphError
 from dataflow.model_files import tensor_shapes
 from operators.warm_start import WarmStartError, launch, warm_start
 from operators.warm_start.__main__ import ORPHANED
-from operators.warm_start.spec import RECORD_FILE, WarmStartSpec, recorded_fingerprint
+from operators.warm_start.launch import RECORD_FILE, WarmStartSpec, recorded_fingerprint
 
 pytestmark = pytest.mark.usefixtures("forked")
 

@@ -23,7 +23,7 @@ def tiny_policy(
     mlp_width: int = 64,
 ) -> Path:
     """Write it; prompts and completions are up to `CONTEXT_TOKENS` characters together."""
-    from operators.warm_start.spec import WarmStartSpec
+    from operators.warm_start.launch import WarmStartSpec
     from operators.warm_start.train import character_tokenizer, small_llama
 
     spec = WarmStartSpec(

@@ -27,8 +27,8 @@ from dataflow.records import (
 )
 from dataflow.rules.admission import Admission
 from dataflow.runtime import Batch, Context, Runtime
+from operators.prompts import PromptRuntime
 from operators.sources.prompt_rows import Report
-from operators.sources.prompt_runtime import PromptRuntime
 
 PROMPTS, TRAINED = 64, "prompts"
 STOP, NONE = pa.array(["stop"] * 64), pa.nulls(64, pa.string())

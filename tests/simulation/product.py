@@ -15,7 +15,7 @@ from dataflow.records import GROUP_ID
 from dataflow.scheduler import agents, control
 from dataflow.scheduler.swaps import policy
 from dataflow.worker import host, ports
-from operators.sources import prompt_runtime
+from operators import prompts
 
 from .actors import TRAINED, SimulatedScorer
 from .hosts import SimulatedAgentsSocket
@@ -54,7 +54,7 @@ def product(world: World) -> Iterator[None]:
         (control, "ControlServer", lambda *_, **__: world.server),
         (finished.Finished, "append", appended),
         (resume, "_ledger", lambda folder, _: opened(folder.ledger)),
-        (prompt_runtime, "ROWS_AT_ONCE", world.at_once),
+        (prompts, "ROWS_AT_ONCE", world.at_once),
         (policy, "Scorer", SimulatedScorer),
         (host, "Scorer", SimulatedScorer),
     ):

@@ -21,7 +21,7 @@ from dataflow.worker import ports
 from dataflow.worker.host import NodeLoops
 from dataflow.worker.messages import SenderEnded
 from operators.evaluate import EvaluateRuntime
-from operators.sources.prompt_runtime import PromptRuntime
+from operators.prompts import PromptRuntime
 from transport.data.outbox import Outbox
 
 from .control_server import Room

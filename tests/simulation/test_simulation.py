@@ -17,7 +17,7 @@ from dataflow.rules.reorder_buffer import ReorderBuffer
 from dataflow.runtime import Batch
 from dataflow.scheduler import recovery, state_machine
 from dataflow.worker.acknowledgements import Acknowledgements
-from operators.sources.prompt_runtime import PromptRuntime
+from operators.prompts import PromptRuntime
 
 from . import trainer, weights
 from .probe import Probe

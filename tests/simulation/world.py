@@ -28,7 +28,7 @@ from dataflow.scheduler.table import Life, Membership
 from dataflow.system.security import RunKeys
 from dataflow.worker.host import Settings
 from dataflow.worker.messages import NodeCommand, ToWorker
-from operators.sources import prompt_runtime
+from operators import prompts
 
 from .clock import Clock
 from .control_server import Room, SimulatedControlServer, SimulatedHostsControlServer
@@ -72,7 +72,7 @@ class World:
             damage=0.0,
         )
         self._over_s = random.choice((0.4, 1.0, 3.0))
-        self.at_once = random.choice((2, prompt_runtime.ROWS_AT_ONCE, prompt_runtime.ROWS_AT_ONCE))
+        self.at_once = random.choice((2, prompts.ROWS_AT_ONCE, prompts.ROWS_AT_ONCE))
         """Prompts that a source issues at once."""
         self._waits_for_guests = random.random() < 0.7
         self.rounds = Rounds(self.shape)

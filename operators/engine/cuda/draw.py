@@ -16,8 +16,7 @@ import triton
 import triton.language as tl
 
 from operators.engine import sampler
-from operators.engine.sampler import Draw, uniform
-from operators.engine.sampling_params import RowSampling, Sampling
+from operators.engine.sampler import Draw, RowSampling, Sampling, uniform
 
 MOST_STRETCHES = 64
 """What the second kernel looks through at once."""

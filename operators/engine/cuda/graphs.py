@@ -17,8 +17,7 @@ import torch
 
 from operators.engine.attention import AttentionLayout, Kernel, KVCache
 from operators.engine.pages import PAGE
-from operators.engine.sampler import Draw
-from operators.engine.sampling_params import Sampling
+from operators.engine.sampler import Draw, Sampling
 
 FINE = 64
 """Up to this many rows, buckets are 8 apart; above, an eighth to a quarter of what they hold."""

@@ -1,5 +1,5 @@
-"""Keeps the engines of all ranks in step: rank 0 says what it is about to do, and the others do the
-same.
+"""An engine on several ranks: what every rank builds alike, rank 0's side, which keeps them in
+step, and the life of a rank behind it.
 
 An engine's state is a function of what it was told and of the tokens that were drawn, and the
 gathered logits are the same bytes on every rank, so all ranks draw the same tokens without sending
@@ -9,32 +9,160 @@ otherwise ends with an error before it can answer wrongly.
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import functools
 import os
+import shutil
+import sys
+import zlib
 from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
+import torch.distributed as dist
+import xxhash
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from dataflow.errors import RunError
 from dataflow.folder.partial_rollouts import PartialRollout
 from dataflow.limits import Limits
 from dataflow.records import AnyArray
+from dataflow.runtime import Context
 from dataflow.system.channel import Channel
+from dataflow.system.forking import has_used_cuda
 from dataflow.system.messages import Message, Plain, Secret
 from dataflow.tokens.rollout_tokens import RolloutTokens
 from dataflow.weight_ends import WeightsBeside
-from operators.engine.decode import put_aside
+from operators.engine.attention import default_budget
+from operators.engine.build import BuiltEngine, build_native
+from operators.engine.decode import Engine, put_aside
 from operators.engine.interface import EndedRollout, PromptStart
-from operators.engine.parallel.member import RankEngine, digests, leave, state_of
-from operators.engine.sampling_params import Sampling
+from operators.engine.parallel.shards import (
+    AXES,
+    Shard,
+    connect,
+    cut_rows,
+    distribute,
+    plain_pieces,
+    sliced,
+    taken,
+)
+from operators.engine.precision import Sliced
+from operators.engine.sampler import Sampling
 from operators.engine.stop_strings import StopStrings
 from operators.generator import GeneratorKnobs
 from operators.models.read_weights import RankMemory
-from operators.ranks.group import ExchangeWatch
-from operators.ranks.messages import Close, codec_of
-from operators.ranks.team import Exchange, named, next_message
-from operators.ranks.weights import KINDS, followed
+from operators.ranks import group
+from operators.ranks.group import ExchangeWatch, leave, watched
+from operators.ranks.team import (
+    Close,
+    Exchange,
+    Loading,
+    Start,
+    Team,
+    codec_of,
+    expected,
+    following,
+    forked,
+    leading,
+    named,
+    next_message,
+    program,
+    run_rank,
+)
+from operators.ranks.weights import KINDS, Leader, beside, followed, met, opens_for_ranks
+
+__all__ = ["digests", "join", "largest", "least", "leave", "watched"]
+
+
+def join(folder: Path, rank: int, size: int, device: torch.device, timeout_s: float) -> DeviceMesh:
+    """As `ranks.group.join`; the mesh of all ranks, as transformers expects it."""
+    group.join(folder, rank, size, device, timeout_s)
+    return init_device_mesh(device.type, (1, 1, 1, size), mesh_dim_names=AXES)
+
+
+def least(value: int) -> int:
+    """The smallest value that any rank gives; every rank calls this."""
+    agreed = torch.tensor([value])
+    dist.all_reduce(agreed, op=dist.ReduceOp.MIN)
+    return int(agreed)
+
+
+def largest(numbers: torch.Tensor) -> None:
+    """Replace each number by the largest that any rank has in its place; every rank calls this."""
+    dist.all_reduce(numbers, op=dist.ReduceOp.MAX)
+
+
+def digests(shards: Mapping[str, Shard]) -> dict[str, int]:
+    """A checksum (xxh3, 64 bits) of the bytes of each parameter of this rank, by name."""
+    return {
+        name: xxhash.xxh3_64_intdigest(
+            shard.local.data.cpu().view(-1).view(torch.uint8).numpy().data
+        )
+        for name, shard in shards.items()
+    }
+
+
+@dataclass(frozen=True)
+class RankEngine:
+    """One rank's engine, and by name what it takes of each version."""
+
+    built: BuiltEngine
+    shards: dict[str, Shard]
+    aside: Path | None
+    """As of `Context`."""
+
+    @property
+    def engine(self) -> Engine:
+        """The native engine that was built."""
+        assert self.built.native is not None
+        return self.built.native
+
+
+def make_member(
+    declaration: GeneratorKnobs, context: Context, mesh: DeviceMesh, loading: Loading
+) -> RankEngine:
+    """Load this rank's slices and build its engine; all ranks together, since the engine's
+    self-test is a forward pass.
+
+    Raises:
+        ModelError: no plan for this family, heads that cannot be dealt out, or as `build_native`.
+    """
+    size = mesh.size()
+    device = torch.device(context.device)
+    if device.type == "cpu":
+        torch.set_num_threads(context.threads)
+    model = declaration.model
+    own = sliced(
+        model, functools.partial(distribute, mesh=mesh, device=device, name=model.name), loading
+    )
+    budget = declaration.cache_bytes
+    if budget is None:
+        free = default_budget(device, sum(shard.local.nbytes for shard in own.shards.values()))
+        budget = least(free // size if device.type == "cpu" else free)
+    shares = Sliced(cut_rows(own.shards), largest, functools.partial(connect, own.module, mesh))
+    budgeted = dataclasses.replace(declaration, cache_bytes=budget)
+    built = build_native(budgeted, context, own.module, shares, own.merged)
+    return RankEngine(built, taken(own.shards, built.engine.tensors), context.aside)
+
+
+def state_of(engine: Engine) -> int:
+    """A checksum of the weights' version and of the live rows: whose they are, how long, and their
+    newest tokens; equal on all ranks.
+    """
+    rows = engine.rows
+    state = [
+        np.array([engine.version]),
+        rows.ticket[: rows.n],
+        rows.lengths,
+        rows.last.cpu().numpy(),
+    ]
+    return zlib.crc32(np.concatenate(state).astype(np.int64).tobytes())
+
 
 # From rank 0
 
@@ -281,3 +409,117 @@ def follow(
             channel, rank, parent, f"{type(message).__name__.lower()} {engine.steps + 1}", watch
         ):
             apply(message)
+
+
+FIRST_S = Limits().exchange_s
+"""For messages before the settings have come."""
+
+
+def main(end: int) -> int:
+    """Run one rank over the socket of this number; the exit status."""
+    with contextlib.ExitStack() as ends:
+        return run_rank(end, CODEC, FIRST_S, functools.partial(_work, ends=ends))
+
+
+def _work(channel: Channel[Any], ends: contextlib.ExitStack) -> None:
+    channel.send(Started(os.getpid()))
+    settings = expected(EngineSettings, channel, 0, os.getppid(), FIRST_S)
+    ends.callback(shutil.rmtree, settings.folder, ignore_errors=True)
+    _serve(channel, settings)
+
+
+def _serve(channel: Channel[Any], settings: EngineSettings) -> None:
+    """Join, load, build, and follow rank 0 to the end."""
+    node, rank, device, wait_s = (
+        settings.node,
+        settings.rank,
+        settings.device,
+        settings.limits.exchange_s,
+    )
+    mesh = join(Path(settings.folder), rank, settings.size, torch.device(device), wait_s)
+    watch = watched(wait_s)
+    aside = None if settings.aside is None else Path(settings.aside)
+    context = Context(
+        node=node,
+        device=device,
+        threads=settings.threads,
+        quantized=settings.quantized,
+        aside=aside,
+    )
+    with watch.within():
+        member = make_member(
+            settings.declaration, context, mesh, following(channel, rank, wait_s, watch)
+        )
+    own = {name: shard.local for name, shard in member.shards.items()}
+    with beside(
+        channel,
+        rank,
+        settings.site,
+        device,
+        own,
+        plain_pieces(member.shards),
+        limits=settings.limits,
+        attempt=settings.attempt,
+    ) as end:
+        follow(member, channel, rank, wait_s, watch, end)
+
+
+if __name__ == "__main__":
+    sys.exit(main(int(sys.argv[1])))
+
+
+def make_parallel(declaration: GeneratorKnobs, context: Context, size: int) -> BuiltEngine:
+    """As `build_native`, on `size` ranks: this process is rank 0; on GPUs, rank r takes the r-th
+    after this one's.
+
+    Raises:
+        ModelError: the model cannot be loaded or dealt out.
+        WorkerDied, DeadlineError: a rank did not start.
+    """
+    device = torch.device(context.device)
+    opens = opens_for_ranks(context.reader)
+    team = Team(declaration.name, size, start_of(device, context.turn_files), context.limits, CODEC)
+    with team.starting():
+        for rank in range(1, size):
+            team.answer(rank, Started)
+        for rank in range(1, size):
+            place = (
+                f"cuda:{(device.index or 0) + rank}" if device.type == "cuda" else context.device
+            )
+            settings = EngineSettings(
+                declaration=declaration,
+                node=context.node,
+                replica=context.rank,
+                rank=rank,
+                size=size,
+                device=place,
+                threads=context.threads,
+                folder=str(team.folder),
+                site=None if opens is None else opens.site,
+                attempt=context.attempt,
+                quantized=context.quantized,
+                limits=context.limits,
+                aside=None if context.aside is None else str(context.aside),
+            )
+            team.tell(settings, rank)
+        mesh = join(team.folder, 0, size, device, context.limits.exchange_s)
+        watch = watched(context.limits.exchange_s)
+        with watch.within():
+            member = make_member(declaration, context, mesh, leading(team, watch))
+        slices = () if opens is None else met(team, plain_pieces(member.shards))
+    exchange, reader = Exchange(team, watch), None
+    if opens is not None:
+        own = {name: shard.local for name, shard in member.shards.items()}
+        reader = functools.partial(Leader, exchange, context.clock, opens, slices, own)
+    return dataclasses.replace(
+        member.built, engine=Lockstep(member, exchange), reader=reader, ranks=exchange
+    )
+
+
+def start_of(device: torch.device, keep: Sequence[int] = ()) -> Start:
+    """A fork, which has imported all that this process has; a fresh interpreter where it is to use
+    a GPU, or this process has used one. keep: open files for it.
+    """
+    if device.type == "cuda" or has_used_cuda():
+        return program(__name__, keep)
+    return forked(lambda end, _rank: main(end), keep)

@@ -44,7 +44,7 @@ from operators.engine.interface import (
     PromptStart,
     Row,
 )
-from operators.engine.sampling_params import Sampling
+from operators.engine.sampler import Sampling
 from operators.engine.stop_strings import StopStrings, stops_of
 from operators.engine.vllm.process import (
     INSTALL,

@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -22,14 +22,8 @@ from operators.models.layers import decoder_layers
 from operators.models.read_weights import Shelf, return_freed_memory
 from operators.training.learner.together import local
 
-
-class Following(Protocol):
-    """What has weights to follow: a learner."""
-
-    parameters: dict[str, Tensor]
-    refreshed: list[Refreshed]
-    writers: dict[int, WeightsOut]
-    settle_s: float
+if TYPE_CHECKING:
+    from operators.training.learner.learner import Learner
 
 
 class Refreshed:
@@ -38,8 +32,7 @@ class Refreshed:
     def __init__(
         self, refresh: Refresh, weights: Mapping[str, Tensor], step: int, dtype: torch.dtype
     ) -> None:
-        """weights: those of `step`, changed in place. dtype: in which they are read. After earlier
-        steps, average and version are still to be filled, through `tensors`.
+        """weights: those of `step`, changed in place. dtype: in which they are read.
 
         Where steps are behind them, average and version are still to be filled, through
         `tensors`.
@@ -102,7 +95,7 @@ class Refreshed:
 
 
 def add(
-    *, learner: Following, rank: int, ranks: int, every: int, decay: float, step: int, dtype: str
+    *, learner: Learner, rank: int, ranks: int, every: int, decay: float, step: int, dtype: str
 ) -> None:
     """Have a learner, whose weights are of `step`, keep what one `Refresh` needs: for
     `Learner.everywhere`.
@@ -111,7 +104,7 @@ def add(
     learner.refreshed.append(Refreshed(refresh, learner.parameters, step, getattr(torch, dtype)))
 
 
-def follow(*, learner: Following, rank: int, ranks: int, step: int) -> bool:
+def follow(*, learner: Learner, rank: int, ranks: int, step: int) -> bool:
     """`Refreshed.follow`, for `Learner.everywhere`, after `settle`."""
     changing = [
         line
@@ -211,21 +204,6 @@ def _recomputed(forward: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
-class Parking(Protocol):
-    """What has a model and an optimiser to park: a learner."""
-
-    parameters: dict[str, Tensor]
-    """Those that are trained."""
-    optimizer: torch.optim.Optimizer
-    parked: OffloadedLearner | None
-    writers: dict[int, Any]
-    refreshed: list[Refreshed]
-
-    @property
-    def module(self) -> torch.nn.Module:
-        """The model."""
-
-
 class OffloadedLearner:
     """A learner whose device is for others between its steps, and whose moments are there for the
     update alone.
@@ -233,7 +211,7 @@ class OffloadedLearner:
     Nothing is copied beside a forward or backward pass: that is when the device is fullest.
     """
 
-    def __init__(self, learner: Parking, folder: Path | None = None) -> None:
+    def __init__(self, learner: Learner, folder: Path | None = None) -> None:
         """folder: where a file may lie for what is in main memory; None: that stays there."""
         self._learner = learner
         self._weights, self._moments = Shelf(folder), Shelf(folder)
@@ -267,19 +245,19 @@ class OffloadedLearner:
         return_freed_memory()
 
 
-def bring(*, learner: Parking, rank: int, ranks: int, moments: bool) -> None:
+def bring(*, learner: Learner, rank: int, ranks: int, moments: bool) -> None:
     """`OffloadedLearner.bring`, for `Learner.everywhere`."""
     assert learner.parked is not None, "the trainer offloads"
     learner.parked.bring(moments=moments)
 
 
-def rest(*, learner: Parking, rank: int, ranks: int, weights: bool) -> None:
+def rest(*, learner: Learner, rank: int, ranks: int, weights: bool) -> None:
     """`OffloadedLearner.rest`, for `Learner.everywhere`."""
     assert learner.parked is not None, "the trainer offloads"
     learner.parked.rest(weights=weights)
 
 
-def unpublished(*, learner: Parking, rank: int, ranks: int) -> int | None:
+def unpublished(*, learner: Learner, rank: int, ranks: int) -> int | None:
     """The version that this rank has yet to copy out of its weights, for `Learner.everywhere`;
     None: there is none.
     """

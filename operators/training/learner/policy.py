@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -42,34 +42,7 @@ ROUNDED_TOLERANCE, ROUNDED_SHARE = 0.1, 2.0**-7
 of the largest."""
 
 
-class PackedModel(Protocol):
-    """The methods of the model that the head needs; see `Policy`."""
-
-    module: Any
-    temperature: float
-    packs: bool
-    direct: DirectGradients | None
-
-    def computing(self) -> Any:
-        """The context of its matrix products."""
-
-    def wanted(self, head_T: AnyArray, targets_T: AnyArray, left_T: SamplingMask | None) -> Wanted:
-        """What is asked for, on its device."""
-
-    def logits(self, packed: TokenTree) -> Tensor:
-        """Logits [U, V]."""
-
-    def run_packed(self, packed: TokenTree) -> Any:
-        """The model on all nodes at once."""
-
-    def run_padded(self, packed: TokenTree, bucket: AnyArray) -> Any:
-        """The model on right-padded rows."""
-
-    def to(self, array: AnyArray) -> Tensor:
-        """On its device."""
-
-
-def proved_head(model: PackedModel) -> HeadModule | None:
+def proved_head(model: Policy) -> HeadModule | None:
     """The model's last layer, if on a probe it gives the log-probabilities that the model's logits
     give.
     """
@@ -96,7 +69,7 @@ def proved_head(model: PackedModel) -> HeadModule | None:
 
 def logprobs_of_head(
     head: HeadModule,
-    model: PackedModel,
+    model: Policy,
     packed: TokenTree,
     left_T: SamplingMask | None,
     *,

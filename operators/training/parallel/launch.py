@@ -23,9 +23,12 @@ from dataflow.worker.weight_ports import offer_beside
 from operators.models.heads import key_value_heads
 from operators.models.loading import load_configs, outlined_to_train
 from operators.ranks import group
-from operators.ranks.messages import Build, Close, Load, Loaded
 from operators.ranks.team import (
+    Build,
+    Close,
     Exchange,
+    Load,
+    Loaded,
     Team,
     expected,
     forked,

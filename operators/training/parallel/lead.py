@@ -22,8 +22,7 @@ from dataflow.system.messages import Message, Plain, Secret
 from dataflow.tokens.ragged import gather
 from dataflow.weight_ends import OpensWriter, SentVersion, WeightsOut
 from operators.ranks import group
-from operators.ranks.messages import codec_of
-from operators.ranks.team import Exchange
+from operators.ranks.team import Exchange, codec_of
 from operators.training.learner import memory
 from operators.training.learner.learner import Learner, Prepared, StepOutcome
 from operators.training.learner.rows import StepRows, by_temperature, cost

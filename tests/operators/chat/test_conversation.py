@@ -69,7 +69,7 @@ def test_log_probabilities_are_those_of_a_full_forward_pass():
     from operators.engine import build
     from operators.engine.decode import Engine
     from operators.engine.interface import PromptStart
-    from operators.engine.sampling_params import Sampling
+    from operators.engine.sampler import Sampling
 
     form = form_of()
     model = tiny_llama(len(form.tokenizer), context=1024)

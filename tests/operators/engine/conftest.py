@@ -123,7 +123,7 @@ def make_engine(request: pytest.FixtureRequest) -> Callable[..., Any]:
     from operators.engine import build
     from operators.engine.decode import Engine
     from operators.engine.native import attention as native
-    from operators.engine.sampling_params import Sampling
+    from operators.engine.sampler import Sampling
 
     if request.param != "torch" and native.kernel() is None:
         pytest.skip("no C compiler at hand")

@@ -3,8 +3,15 @@
 import torch
 from torch import Tensor
 
-from operators.engine.sampler import _columns, _only, _scaled, block_sums, left_out
-from operators.engine.sampling_params import RowSampling, Sampling
+from operators.engine.sampler import (
+    RowSampling,
+    Sampling,
+    _columns,
+    _only,
+    _scaled,
+    block_sums,
+    left_out,
+)
 
 
 def log_distribution(

@@ -15,7 +15,7 @@ from log_distribution import log_distribution
 
 from operators.engine.decode import Engine
 from operators.engine.interface import EndedRollout, PromptStart
-from operators.engine.sampling_params import Sampling
+from operators.engine.sampler import Sampling
 
 
 @torch.no_grad()

@@ -6,7 +6,7 @@ import math
 
 import torch
 
-from operators.engine.sampling_params import Sampling
+from operators.engine.sampler import Sampling
 
 
 def reference(

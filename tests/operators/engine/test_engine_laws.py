@@ -15,7 +15,7 @@ from rigs.examples import examples
 
 from operators.engine.interface import PromptStart
 from operators.engine.rows import Rows
-from operators.engine.sampling_params import Sampling
+from operators.engine.sampler import Sampling
 
 
 def many(count, seed=0, copies=4):

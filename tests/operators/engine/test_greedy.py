@@ -10,7 +10,7 @@ import torch
 from replaying import drive
 
 from operators.engine.interface import STOPPED, TOO_LONG, PromptStart
-from operators.engine.sampling_params import Sampling
+from operators.engine.sampler import Sampling
 
 
 def starts(prompts, limits, copies=1):

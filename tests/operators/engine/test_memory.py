@@ -13,7 +13,7 @@ from replaying import drive, recomputed
 from rigs.examples import examples
 
 from operators.engine.interface import ABORTED, PromptStart
-from operators.engine.sampling_params import Sampling
+from operators.engine.sampler import Sampling
 
 SAMPLING = Sampling(temperature=1.2)
 

@@ -31,7 +31,7 @@ from operators.engine.precision.linear import (
     per_token,
     unpack,
 )
-from operators.engine.sampling_params import Sampling
+from operators.engine.sampler import Sampling
 from operators.models.folders import ModelError
 from transport.weights import FlatLayout, Hub, WeightReader, WeightWriter
 from transport.weights.encoding import Encoding

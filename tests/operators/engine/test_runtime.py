@@ -245,7 +245,7 @@ def test_weights_change_in_the_middle_of_rollouts_and_every_token_tells(
     rows = rows_of(run_dry(runtime))
     assert len(rows) == 36
     assert sum(len(set(row["versions"]) - {-1}) == 3 for row in rows) > 3
-    from operators.engine.sampling_params import Sampling
+    from operators.engine.sampler import Sampling
 
     for row in rows:
         start = row["mask"].index(True)

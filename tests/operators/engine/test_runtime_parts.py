@@ -14,7 +14,7 @@ from dataflow.folder.run_folder import RunFolder
 from dataflow.model import Model
 from dataflow.runtime import Context
 from dataflow.staleness import Bound
-from operators.engine.sampling_params import Sampling
+from operators.engine.sampler import Sampling
 from operators.generation.groups import partial_rollouts_of
 from operators.generator import Generator
 

@@ -8,8 +8,7 @@ import torch
 from log_distribution import log_distribution
 from sampling_reference import reference
 
-from operators.engine.sampler import draw, uniform
-from operators.engine.sampling_params import RowSampling, Sampling
+from operators.engine.sampler import RowSampling, Sampling, draw, uniform
 
 LOGITS = torch.tensor([2.0, 1.0, 0.5, 0.0, -1.0, -2.0, 1.5, 0.2])
 KNOBS = [

@@ -6,8 +6,7 @@ import pytest
 import torch
 from sampling_reference import reference
 
-from operators.engine.sampler import draw
-from operators.engine.sampling_params import RowSampling, Sampling
+from operators.engine.sampler import RowSampling, Sampling, draw
 
 DRAWS = 200_000
 VOCABULARY = 24

@@ -5,7 +5,7 @@ from replaying import drive
 
 from operators.engine.decode import put_aside
 from operators.engine.interface import PromptStart
-from operators.engine.sampling_params import Sampling
+from operators.engine.sampler import Sampling
 from operators.models.read_weights import Shelf
 
 

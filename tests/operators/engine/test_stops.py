@@ -12,7 +12,7 @@ from replaying import drive
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from operators.engine.interface import STOPPED, TOO_LONG, PromptStart
-from operators.engine.sampling_params import Sampling
+from operators.engine.sampler import Sampling
 from operators.engine.stop_strings import StopCache, StopStrings, end_tokens, split, stops_of
 from operators.models.folders import ModelError
 

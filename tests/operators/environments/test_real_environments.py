@@ -53,7 +53,7 @@ def needs(package: str, extra: str) -> None:
 @pytest.fixture(scope="module")
 def writer(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A policy with random weights that writes any ASCII, in a context of 4,096 tokens."""
-    from operators.warm_start.spec import WarmStartSpec
+    from operators.warm_start.launch import WarmStartSpec
     from operators.warm_start.train import character_tokenizer, small_llama
 
     folder = tmp_path_factory.mktemp("writer")

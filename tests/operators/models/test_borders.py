@@ -16,7 +16,7 @@ from dataflow.runtime import Context
 from operators.engine.build import adapt, context_tokens_of
 from operators.engine.decode import Engine
 from operators.engine.interface import PromptStart
-from operators.engine.sampling_params import Sampling
+from operators.engine.sampler import Sampling
 from operators.engine.vllm.engine import build_vllm
 from operators.generator import Generator
 from operators.models.folders import ModelError

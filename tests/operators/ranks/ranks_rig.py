@@ -18,8 +18,7 @@ from dataflow.runtime import Context
 from dataflow.system.channel import Channel
 from dataflow.system.messages import Message
 from operators.models.slices import Outline
-from operators.ranks.messages import codec_of
-from operators.ranks.team import Team, forked
+from operators.ranks.team import Team, codec_of, forked
 from operators.trainer import Trainer
 from operators.training.learner.learner import Learner, StepOutcome
 from operators.training.learner.rows import StepRows

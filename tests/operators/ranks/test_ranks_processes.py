@@ -15,8 +15,7 @@ from dataflow.errors import RunError, WorkerDied
 from dataflow.limits import Limits
 from dataflow.system.channel import Channel
 from dataflow.system.messages import Message
-from operators.ranks.messages import codec_of
-from operators.ranks.team import Team, forked, program
+from operators.ranks.team import Team, codec_of, forked, program
 
 WAIT_S = 20.0
 

@@ -20,8 +20,7 @@ from dataflow.system.channel import Channel
 from dataflow.system.messages import Message
 from operators.ranks import group
 from operators.ranks.group import ExchangeWatch
-from operators.ranks.messages import Load, Loaded, codec_of
-from operators.ranks.team import Team, forked
+from operators.ranks.team import Load, Loaded, Team, codec_of, forked
 
 WAIT_S = 60.0
 LIMIT_S = 4.0

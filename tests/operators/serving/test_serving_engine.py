@@ -33,7 +33,7 @@ from starlette.testclient import TestClient
 
 from operators.engine import build
 from operators.engine.decode import Engine
-from operators.engine.sampling_params import Sampling
+from operators.engine.sampler import Sampling
 from operators.serving.app import make_app
 from operators.serving.rows import read_rollouts
 
@@ -336,8 +336,8 @@ def test_an_argument_that_cannot_be_right_is_one_line(folder, given, said):
 
 def test_importing_the_package_loads_neither_torch_nor_a_server():
     program = (
-        "import sys, operators.serving, operators.serving.serve; print({'torch', 'starlette'} &"
-        " set(sys.modules))"
+        "import sys, operators.serving, operators.serving.engine_thread;"
+        " print({'torch', 'starlette'} & set(sys.modules))"
     )
     done = subprocess.run(
         [sys.executable, "-c", program], capture_output=True, text=True, timeout=60, cwd=ROOT

@@ -11,7 +11,7 @@ from serving_rig import END, WAIT_S, ScriptedEngine
 
 from dataflow.errors import DeadlineError, RunError
 from operators.engine.interface import ABORTED, STOPPED, PromptStart
-from operators.engine.sampling_params import Sampling
+from operators.engine.sampler import Sampling
 from operators.serving.engine_thread import EngineThread, Overloaded
 from operators.serving.work import Work
 

@@ -13,8 +13,7 @@ import pytest
 from dataflow.errors import WorldFailed
 from operators.chat.chat_format import Message
 from operators.chat.tool_calls import TextCalls
-from operators.tools.rollout_tools import RolloutTools
-from operators.tools.toolbox import TookTooLong, Toolbox, tool_faults
+from operators.tools.toolbox import RolloutTools, TookTooLong, Toolbox, tool_faults
 
 
 def add(a: int, b: int) -> int:
@@ -276,7 +275,7 @@ def test_rollouts_with_several_toolsets_never_wait_for_each_other() -> None:
 def test_a_session_that_dies_is_the_worlds_failure_and_is_remembered(
     how: str, found: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("operators.tools.rollout_tools.GRACE_S", 0.1)
+    monkeypatch.setattr("operators.tools.toolbox.GRACE_S", 0.1)
     kit, made = Kit(), None
 
     async def play() -> None:

@@ -57,7 +57,7 @@ class Watched:
 
 
 BARE = """
-import os, operators.engine.parallel.launch, transformers.models.llama.modeling_llama
+import os, operators.engine.parallel.lockstep, transformers.models.llama.modeling_llama
 from pathlib import Path
 print(int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE"))
 """

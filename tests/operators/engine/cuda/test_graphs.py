@@ -6,8 +6,7 @@ import torch
 
 from operators.engine.attention import AttentionLayout, KVCache
 from operators.engine.cuda.graphs import GraphedDecode, GraphReplays, bucket_of, buckets
-from operators.engine.sampler import Draw
-from operators.engine.sampling_params import Sampling
+from operators.engine.sampler import Draw, Sampling
 
 CPU = torch.device("cpu")
 

@@ -15,7 +15,7 @@ from operators.engine.build import adapt, build_native
 from operators.engine.cuda.fuse import fuse_layers
 from operators.engine.decode import Engine
 from operators.engine.interface import STOPPED, TOO_LONG, PromptStart
-from operators.engine.sampling_params import Sampling
+from operators.engine.sampler import Sampling
 
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("default")]
 

@@ -8,7 +8,7 @@ import pytest
 from operators.engine.build import adapt
 from operators.engine.decode import Engine
 from operators.engine.interface import ABORTED, STOPPED, TOO_LONG, PromptStart
-from operators.engine.sampling_params import Sampling
+from operators.engine.sampler import Sampling
 from operators.engine.stop_strings import StopStrings
 
 VOCABULARY = 32

@@ -14,8 +14,8 @@ from dataflow.limits import Limits
 from dataflow.model import Model
 from dataflow.runtime import Context
 from operators.engine.build import make_engine
-from operators.engine.parallel import launch
-from operators.engine.parallel.launch import make_parallel
+from operators.engine.parallel import lockstep
+from operators.engine.parallel.lockstep import make_parallel
 from operators.generator import Generator
 
 CONTEXT = Context(node="generator")
@@ -44,7 +44,7 @@ def declare(
 @pytest.fixture
 def interpreters(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ranks are interpreters that start, as on a GPU."""
-    monkeypatch.setattr(launch, "has_used_cuda", lambda: True)
+    monkeypatch.setattr(lockstep, "has_used_cuda", lambda: True)
 
 
 @pytest.fixture

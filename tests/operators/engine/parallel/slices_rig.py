@@ -16,7 +16,7 @@ import xxhash
 from dataflow.limits import Limits
 from dataflow.runtime import Context
 from dataflow.worker.weight_ports import open_beside
-from operators.engine.parallel.launch import make_parallel
+from operators.engine.parallel.lockstep import make_parallel
 from transport.weights import (
     FlatLayout,
     Layout,

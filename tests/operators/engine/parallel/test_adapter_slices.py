@@ -19,7 +19,7 @@ from test_two_ranks import assert_alike, groups, take
 from dataflow.model import LoRA, Model
 from dataflow.runtime import Context
 from operators.engine.build import make_engine
-from operators.engine.parallel.launch import make_parallel
+from operators.engine.parallel.lockstep import make_parallel
 from operators.generator import Generator
 from operators.models import adapters
 from operators.models.loading import load_adapted

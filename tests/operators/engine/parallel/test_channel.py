@@ -12,7 +12,7 @@ from dataflow.model import Model
 from dataflow.tokens.rollout_tokens import RolloutTokens, SamplingMask
 from operators.engine.interface import PromptStart
 from operators.engine.parallel.lockstep import CODEC, EngineSettings, StartMessage, Step
-from operators.engine.sampling_params import Sampling
+from operators.engine.sampler import Sampling
 from operators.engine.stop_strings import StopStrings
 from operators.generator import Generator
 

@@ -14,7 +14,7 @@ from rigs.machine import descendants
 from dataflow.errors import RunError, WorkerDied
 from dataflow.runtime import Context
 from operators.engine.interface import PromptStart
-from operators.engine.parallel.launch import make_parallel
+from operators.engine.parallel.lockstep import make_parallel
 from operators.models.folders import ModelError
 
 pytestmark = pytest.mark.usefixtures("forked")

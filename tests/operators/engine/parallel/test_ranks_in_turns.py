@@ -17,7 +17,7 @@ from test_two_ranks import assert_alike, groups, take
 from dataflow.limits import Limits
 from dataflow.runtime import Context
 from operators.engine.decode import put_aside
-from operators.engine.parallel.launch import make_parallel
+from operators.engine.parallel.lockstep import make_parallel
 from operators.models.read_weights import ReadWeights
 
 pytestmark = pytest.mark.usefixtures("forked")

@@ -14,7 +14,7 @@ from slices_rig import assert_slices, values
 from dataflow.runtime import Context
 from operators.engine.build import make_engine
 from operators.engine.interface import ABORTED, PromptStart
-from operators.engine.parallel.launch import make_parallel
+from operators.engine.parallel.lockstep import make_parallel
 
 pytestmark = pytest.mark.usefixtures("forked")
 

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from operators.engine.interface import PromptStart
-from operators.engine.sampling_params import Sampling
+from operators.engine.sampler import Sampling
 from operators.engine.vllm.engine import VllmEngine
 from operators.engine.vllm.process import PYTHON
 

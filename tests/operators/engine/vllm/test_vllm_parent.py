@@ -14,7 +14,7 @@ from replaying import drive
 
 from dataflow.errors import WorkerDied
 from operators.engine.interface import ABORTED, BROKEN, STOPPED, TOO_LONG
-from operators.engine.sampling_params import Sampling
+from operators.engine.sampler import Sampling
 from operators.engine.stop_strings import StopStrings
 from operators.engine.vllm.engine import VllmEngine
 from operators.engine.vllm.process import PYTHON

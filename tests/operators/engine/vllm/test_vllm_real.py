@@ -16,7 +16,7 @@ from test_runtime import prompts as batch_of
 from dataflow.model import Model
 from dataflow.runtime import Context
 from operators.engine.interface import ABORTED, STOPPED, TOO_LONG, PromptStart
-from operators.engine.sampling_params import Sampling
+from operators.engine.sampler import Sampling
 from operators.engine.stop_strings import StopStrings
 from operators.generator import Generator
 

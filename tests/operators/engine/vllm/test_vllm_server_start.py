@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from operators.engine.sampling_params import Sampling
+from operators.engine.sampler import Sampling
 from operators.engine.vllm.engine import VllmEngine
 from operators.models.folders import ModelError
 

@@ -28,7 +28,7 @@ from torch.distributed.tensor import DTensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from dataflow.system.child import die_with_parent
-from operators.engine.parallel import member
+from operators.engine.parallel import lockstep
 from operators.engine.parallel.shards import TensorSlice, distribute
 from transport.weights.layout.from_torch import layout_of
 from transport.weights.layout.parallel_plan import tensor_parallel_layout
@@ -68,7 +68,7 @@ def train(case: Case, rank: int) -> None:
     Only where versions are sent from its own tensors does it settle before a step, and stay with
     the last.
     """
-    member.join(case.meeting("trainer", 0), rank, case.trainer, CPU, EXCHANGE_S)
+    lockstep.join(case.meeting("trainer", 0), rank, case.trainer, CPU, EXCHANGE_S)
     model = llama(case, seed=0)
     mesh = init_device_mesh("cpu", (case.trainer,))
     for layer in model.model.layers:
@@ -113,7 +113,7 @@ def train(case: Case, rank: int) -> None:
             while zero_copy and version == case.last and not _told(_ended(case))[0]:
                 time.sleep(0.005)
     writer.close()
-    member.leave()
+    lockstep.leave()
     _write(case.result("trainer", 0, rank), steps=steps, faults=faults)
 
 
@@ -129,7 +129,7 @@ def generate(case: Case, number: int, rank: int) -> None:
     }
     aliases = {HEAD: EMBEDDING} if case.tied else {}
     layout = tensor_parallel_layout(tensors, model.tp_plan, range(size), aliases)
-    mesh = member.join(case.meeting("generator", number), rank, size, CPU, EXCHANGE_S)
+    mesh = lockstep.join(case.meeting("generator", number), rank, size, CPU, EXCHANGE_S)
     pieces = {name: TensorSlice(None) for name in tensors}
     if size > 1:
         pieces = {
@@ -168,7 +168,7 @@ def generate(case: Case, number: int, rank: int) -> None:
     while not _ended(case):
         time.sleep(0.005)
     reader.close()
-    member.leave()
+    lockstep.leave()
 
 
 def prove(
