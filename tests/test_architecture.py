@@ -63,7 +63,7 @@ OWN_LIMITS = {
     "dataflow/live/server.py",  # a browser waits for it, no run
     # no run
     "operators/serving/errors.py",
-    "operators/serving/engine_thread.py",
+    "operators/serving/serve.py",
     "operators/serving/service.py",
     "operators/warm_start/launch.py",  # before a run
     # seconds by a simulation's clock, which nobody waits

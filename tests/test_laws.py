@@ -146,7 +146,7 @@ ENDLESS = {
         "operators/serving/app.py",
         "call.news.wait()",
     ): "a task, which the next line waits for with a time-out",
-    ("operators/serving/engine_thread.py", "done.result()"): "of a call that is done",
+    ("operators/serving/serve.py", "done.result()"): "of a call that is done",
     (
         "operators/warm_start/launch.py",
         "process.wait()",

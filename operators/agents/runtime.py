@@ -19,7 +19,7 @@ import uvicorn
 import xxhash
 
 from dataflow.records import AnyArray
-from dataflow.runtime import Context as RunContext
+from dataflow.runtime import Context
 from dataflow.scoring.pool import Asked
 from operators.agents.declaration import AgentKnobs
 from operators.agents.programs import Programs, TurnsInRun
@@ -28,7 +28,7 @@ from operators.chat.conversation import Past
 from operators.engine.stop_strings import stops_of
 from operators.episodes.chat import TurnQuestion
 from operators.episodes.conversations import Begin
-from operators.episodes.dialogue import Context, Heard, SaidTurn, TurnRequest
+from operators.episodes.dialogue import ContextOf, Heard, SaidTurn, TurnRequest
 from operators.episodes.runtime import UNBOUNDED, EpisodesRuntime, LiveEpisode
 from operators.generation.groups import PromptGroup
 from operators.generation.tokenize import RowLayout
@@ -36,9 +36,9 @@ from operators.models.borders import longest
 from operators.models.loading import load_configs, load_tokenizer
 from operators.serving.app import make_app
 from operators.serving.calls import ServedCall
-from operators.serving.engine_thread import bind
 from operators.serving.errors import Bounds, bad
 from operators.serving.requests import Request
+from operators.serving.serve import bind
 from operators.serving.service import Service
 
 # The APIs of a server inside a run: its calls are turns of rollouts, and the run says how they
@@ -182,7 +182,7 @@ class WholePrompts:
         self.stop: tuple[str, ...] = ()
         """Strings at which its turn ends."""
 
-    def __call__(self, history: str | None) -> tuple[AnyArray, Context]:
+    def __call__(self, history: str | None) -> tuple[AnyArray, ContextOf]:
         return np.zeros(0, np.int32), self._context
 
     def _context(
@@ -204,7 +204,7 @@ class AgentsRuntime(EpisodesRuntime):
     unblocked by: what they ask, their ends, or the limits of time and memory; answers
     """
 
-    def __init__(self, agent: AgentKnobs, context: RunContext) -> None:
+    def __init__(self, agent: AgentKnobs, context: Context) -> None:
         """Load the tokenizer of the generator's model, open the endpoint, start the process that
         starts programs.
         """

@@ -131,7 +131,7 @@ class WaitingTurn:
     given: AnyArray
 
 
-Context = Callable[[AnyArray, Sequence[SaidTurn], Sequence[Heard], str | None], AnyArray]
+ContextOf = Callable[[AnyArray, Sequence[SaidTurn], Sequence[Heard], str | None], AnyArray]
 """Tokens of all that the policy sees, from the prompt, the turns so far, what was heard behind them
 and how the past was rewritten before that: `TurnContext.context`."""
 
@@ -147,7 +147,7 @@ class Dialogue:
     max_turns: int
     max_tokens: int
     """That the policy may say in all turns together."""
-    context: Context
+    context: ContextOf
     turns: list[SaidTurn] = field(default_factory=list)
     inherited: int = 0
     """How many of these are of the conversation that it branched from, which are no part of its

@@ -33,10 +33,16 @@ from dataflow.system.text import sound
 from operators.chat.chat_format import ChatFormat, Message
 from operators.engine.interface import BROKEN, STOPPED, TOO_LONG, EndedRollout
 from operators.episodes.chat import Outcome, TurnQuestion, told
-from operators.episodes.conversations import Begin, RolloutConversations
+from operators.episodes.conversations import (
+    Begin,
+    KeptTurn,
+    RolloutConversations,
+    drawn_tokens,
+    mark_of_prompt,
+    turn_files_of,
+)
 from operators.episodes.declaration import EpisodeKnobs
 from operators.episodes.dialogue import Heard, TurnRequest
-from operators.episodes.record import KeptTurn, drawn_tokens, mark_of_prompt, turn_files_of
 from operators.episodes.turn_context import ConversationStarts, PlainContext, request_rows
 from operators.episodes.worlds import Worlds, row_bytes
 from operators.generation import groups

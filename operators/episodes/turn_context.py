@@ -30,7 +30,7 @@ from dataflow.records import (
 from operators.chat.chat_format import ChatFormat, Message
 from operators.chat.conversation import Conversation, Past
 from operators.episodes.dialogue import (
-    Context,
+    ContextOf,
     Heard,
     SaidTurn,
     TurnRequest,
@@ -122,7 +122,7 @@ class ConversationStarts:
     tools: Sequence[Message] = ()
     """Definitions that the chat template lays out."""
 
-    def __call__(self, history: str | None) -> tuple[AnyArray, Context]:
+    def __call__(self, history: str | None) -> tuple[AnyArray, ContextOf]:
         """Tokens that a conversation begins with, and what lays it out; history: as
         `ConversationOrigin` has it. Raises ChatError.
         """

@@ -29,6 +29,23 @@ if TYPE_CHECKING:
     from operators.models.adapters import Merged
     from operators.models.slices import Outline, Runs
 
+
+def decoder_layers(module: Any) -> list[torch.nn.Module]:
+    """The repeated blocks of a model of transformers. ModelError where it marks none."""
+    from transformers.modeling_layers import GradientCheckpointingLayer
+
+    layers: list[torch.nn.Module] = [
+        layer for layer in module.modules() if isinstance(layer, GradientCheckpointingLayer)
+    ]
+    if not layers:
+        raise ModelError(
+            f"{type(module).__name__} has no layers that can be switched one by one; found no"
+            " GradientCheckpointingLayer of transformers; leave gradient_checkpointing and"
+            " compile out"
+        )
+    return layers
+
+
 _M_MMAP_THRESHOLD = -3
 MAPPED_BYTES = 2 << 20
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from dataflow.errors import DataflowError, GraphError
 from dataflow.system.interrupts import asked_to_end, interrupted, status_of
-from operators.serving.engine_thread import (
+from operators.serving.serve import (
     attend,
     bind,
     check_address,

@@ -27,10 +27,10 @@ from operators.chat.conversation import Past
 from operators.chat.tool_calls import call_opening, format_of
 from operators.engine.interface import ABORTED
 from operators.serving.calls import AskedPrompt, CallPrompt, Choice, ServedCall
-from operators.serving.engine_thread import Overloaded
 from operators.serving.errors import ApiError, Bounds, Budget, bad, too_long
 from operators.serving.requests import Request
 from operators.serving.rows import CallGroup, GroupIds, rows_of
+from operators.serving.serve import Overloaded
 from operators.serving.sessions import Encoded, Exchanges, Sessions, encode
 from operators.serving.text import Transcript, Vocabulary
 from operators.serving.work import Draws, News, Work

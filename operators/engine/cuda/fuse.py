@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from operators.engine.attention import NAME, attend
-from operators.models.layers import decoder_layers
+from operators.models.loading import decoder_layers
 
 
 def fuse_layers(model: torch.nn.Module) -> int:

@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 from dataflow.weight_ends import Refresh, WeightsOut
 from operators.models.folders import ModelError
-from operators.models.layers import decoder_layers
+from operators.models.loading import decoder_layers
 from operators.models.read_weights import Shelf, return_freed_memory
 from operators.training.learner.together import local
 

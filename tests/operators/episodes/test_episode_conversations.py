@@ -18,12 +18,12 @@ from operators.episodes.conversations import (
     RecordedTurn,
     RolloutConversations,
 )
-from operators.episodes.dialogue import Context, SaidTurn, TurnRequest, row_ids
+from operators.episodes.dialogue import ContextOf, SaidTurn, TurnRequest, row_ids
 
 BLACK = ConversationOrigin(role="black", history="b")
 
 
-def begin(history: str | None) -> tuple[AnyArray, Context]:
+def begin(history: str | None) -> tuple[AnyArray, ContextOf]:
     def context(
         prompt: AnyArray,
         turns: Sequence[SaidTurn],

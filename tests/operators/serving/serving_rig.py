@@ -18,7 +18,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from dataflow.tokens.rollout_tokens import RolloutTokens
 from operators.engine.interface import ABORTED, STOPPED, TOO_LONG, Row
 from operators.serving.app import make_app
-from operators.serving.engine_thread import attend, bind, make_service
+from operators.serving.serve import attend, bind, make_service
 
 PAD, BEGIN, END = 0, 1, 2
 TEMPLATE = (

@@ -336,7 +336,7 @@ def test_an_argument_that_cannot_be_right_is_one_line(folder, given, said):
 
 def test_importing_the_package_loads_neither_torch_nor_a_server():
     program = (
-        "import sys, operators.serving, operators.serving.engine_thread;"
+        "import sys, operators.serving, operators.serving.serve;"
         " print({'torch', 'starlette'} & set(sys.modules))"
     )
     done = subprocess.run(

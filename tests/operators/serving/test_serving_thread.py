@@ -12,7 +12,7 @@ from serving_rig import END, WAIT_S, ScriptedEngine
 from dataflow.errors import DeadlineError, RunError
 from operators.engine.interface import ABORTED, STOPPED, PromptStart
 from operators.engine.sampler import Sampling
-from operators.serving.engine_thread import EngineThread, Overloaded
+from operators.serving.serve import EngineThread, Overloaded
 from operators.serving.work import Work
 
 
