@@ -10,8 +10,8 @@ import time
 from dataflow import Graph, Model, Plan, scorer
 from dataflow.planning.hosts import Devices, Host
 from dataflow.planning.model_size import ModelSize
+from dataflow.planning.placing import rehost
 from dataflow.planning.plan import plan
-from dataflow.planning.rehost import rehost
 from dataflow.scheduler.table import Table
 from dataflow.testing import FakeGenerator, FakePrompts, FakeTrainer
 

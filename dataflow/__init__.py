@@ -11,20 +11,17 @@ from dataflow.system import first as first
 # isort: split
 from dataflow.errors import DataflowError, GraphError, RunError, WorldFailed
 from dataflow.graph import Graph
-from dataflow.keep import keep
 from dataflow.model import LoRA, Model
-from dataflow.node import Weights
+from dataflow.node import Prompt, Rollout, Stream, Weights, join
 from dataflow.records import Array
-from dataflow.scorer import scorer
-from dataflow.stream import Prompt, Rollout, Stream, join
+from dataflow.scorer import keep, scorer
 
 if TYPE_CHECKING:
     from dataflow.app import main
-    from dataflow.collection import collect
     from dataflow.history.verify import verify
     from dataflow.planning.hosts import Devices
     from dataflow.planning.plan import Plan, plan
-    from dataflow.runner import Result, inline, run
+    from dataflow.runner import Result, collect, inline, run
     from dataflow.runs.opened import Run
 
 __all__ = [
@@ -60,7 +57,7 @@ _MODULES = {
     "Plan": "planning.plan",
     "Result": "runner",
     "Run": "runs.opened",
-    "collect": "collection",
+    "collect": "runner",
     "inline": "runner",
     "main": "app",
     "plan": "planning.plan",

@@ -13,9 +13,8 @@ from dataflow.errors import DataflowError, GraphError, too_long_name
 from dataflow.flags.config_file import read as read_config
 from dataflow.flags.config_file import written
 from dataflow.flags.declared import ALGORITHM, FIRST, Declared, Flag
-from dataflow.flags.help_page import page, takes
 from dataflow.flags.run_flags import RUN_FLAGS
-from dataflow.flags.words import FlagError, Words, split
+from dataflow.flags.words import FlagError, Words, page, split, takes
 from dataflow.folder.run_folder import RunFolder
 from dataflow.graph import Graph
 from dataflow.history.launch import (

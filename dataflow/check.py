@@ -7,10 +7,8 @@ import pyarrow as pa
 
 from dataflow.annotations import arrow_type, unites
 from dataflow.errors import GraphError, nearest
-from dataflow.group_bytes import group_faults
-from dataflow.node import Generate, Learn, Operator, Source, Weights
-from dataflow.records import DROP_REASON, LOGPROBS, SAMPLING_MASK, VALUES
-from dataflow.stream import Stream
+from dataflow.node import Generate, Learn, Operator, Source, Stream, Weights
+from dataflow.records import DROP_REASON, LOGPROBS, SAMPLING_MASK, VALUES, group_faults
 from dataflow.structure import (
     Structure,
     generators_of,

@@ -11,10 +11,9 @@ import pyarrow as pa
 from dataflow.annotations import fits
 from dataflow.check import check, missing_column, newest_fault, refresh_fault, wrong_type
 from dataflow.errors import GraphError, checked, nearest
-from dataflow.node import Generate, Operator, Source, Weights
+from dataflow.node import Generate, Operator, Prompt, Rollout, Source, Stream, Weights
 from dataflow.records import DROP_REASON, ERROR, ROLLOUT_ID
 from dataflow.scoring.joining import Join
-from dataflow.stream import Prompt, Rollout, Stream
 from dataflow.structure import Call, Feedback, Structure
 from dataflow.weight_ends import Refresh
 

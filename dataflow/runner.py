@@ -1,7 +1,12 @@
-"""`run(graph)`: plans it, runs it on this machine or inline, and returns what came of it."""
+"""`run(graph)`: plans it, runs it on this machine or inline, and returns what came of it.
 
+Over 600 lines: `run`, `inline` and `collect` are the three ways to run a graph from Python.
+"""
+
+import collections
 import contextlib
 import dataclasses
+import itertools
 import os
 import shutil
 import sys
@@ -10,7 +15,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
+
+import pyarrow as pa
 
 from dataflow.agent.host_program import HOSTED
 from dataflow.display import for_a_while, make_view
@@ -27,7 +34,6 @@ from dataflow.folder.run_lock import held
 from dataflow.foresight.choice.ways_out import plan_or_advise
 from dataflow.gguf.conversion import converted, file_fault
 from dataflow.graph import Graph
-from dataflow.group_bytes import MESSAGE_BYTES
 from dataflow.history.bottleneck import bounded
 from dataflow.history.describe import consumers, describe, graph_facts, plan_facts
 from dataflow.history.environment import KEY as ENVIRONMENT
@@ -40,17 +46,20 @@ from dataflow.launchers.hosted_run import RunRequest, check_hosted, hosted, prog
 from dataflow.launchers.launcher import Launcher
 from dataflow.limits import Limits
 from dataflow.model import Model, is_gguf
+from dataflow.node import Sink, Source, Stream
 from dataflow.planning.gpu_groups import Wishes
 from dataflow.planning.hosts import Devices
-from dataflow.planning.inputs import PlanInputs
+from dataflow.planning.inputs import Place, PlanInputs
 from dataflow.planning.model_size import measure_models
-from dataflow.planning.pins import Place
 from dataflow.planning.plan import Plan
 from dataflow.planning.this_machine import this_machine as this_machine
+from dataflow.records import GROUP_ID, MESSAGE_BYTES, POSITION, schema
 from dataflow.runs.notebook import html_of
+from dataflow.runtime import Batch, Context, Runtime
 from dataflow.scheduler import orphans, scaling
-from dataflow.scheduler.execute import RunSpec, Times, execute, take
+from dataflow.scheduler.execute import InlineRun, RunSpec, Times, execute, take
 from dataflow.scheduler.table import Table
+from dataflow.scoring.joining import Join
 from dataflow.structure import kept_by
 from dataflow.system.files import to_json
 from dataflow.system.interrupts import interrupted
@@ -590,3 +599,97 @@ def _describe_again(
     folder.extras.attempt(folder.graph_svg, lambda: graph.draw(folder.graph_svg, planned))
     Times(folder, begun).write("not finished")
     folder.make_latest()
+
+
+# `collect(stream)`: run a graph up to a stream and return its rows, for notebooks and tests.
+
+
+@checked
+def collect(stream: Stream[Any], *, rows: int, seed: int = 0) -> pa.Table:
+    """The first `rows` rows of a stream, in the order of their groups; fewer where the prompts end
+    before.
+
+    Runs the operators upstream inline, with the weights they start from; nothing is written to
+    disk.
+
+    >>> from dataflow import Graph, collect
+    >>> from dataflow.testing import FakeGenerator, FakePrompts
+    >>> rollouts = FakeGenerator(group_size=2)(Graph("tiny").source(FakePrompts()))
+    >>> collect(rollouts, rows=3).column("completion").to_pylist()
+    ['0', '0', '1']
+    """
+    if rows < 1:
+        raise GraphError(f"collect needs at least 1 row, but rows is {rows}; give a number above 0")
+    graph, sink = _upstream(stream)
+    running = InlineRun(graph, make_plan(graph, one_process=True), Settings(folder="", seed=seed))
+    try:
+        running.start()
+        running.run(until=lambda: sink.count() >= rows)
+    finally:
+        running.close()
+    table = pa.Table.from_batches(sink.batches, schema(stream.columns))
+    keys = [(name, "ascending") for name in (GROUP_ID, POSITION) if name in stream.columns]
+    return table.sort_by(keys).slice(0, rows)
+
+
+@dataclass(frozen=True, eq=False)
+class _Collect(Sink):
+    """Keeps the rows that arrive."""
+
+    light: ClassVar[bool] = True
+    batches: list[pa.RecordBatch] = field(default_factory=list, repr=False)
+
+    def count(self) -> int:
+        """Rows of the first groups that are all there: later groups may have come before a slow
+        one.
+        """
+        sizes = collections.Counter(
+            itertools.chain.from_iterable(
+                batch.column(GROUP_ID).to_pylist() for batch in self.batches
+            )
+        )
+        return sum(
+            sizes[group] for group in itertools.takewhile(sizes.__contains__, itertools.count())
+        )
+
+    def build(self, context: Context) -> Runtime:
+        return _Keep(self.batches)
+
+
+class _Keep(Runtime):
+    """Takes rows without end; the run stops when there are enough."""
+
+    def __init__(self, batches: list[pa.RecordBatch]) -> None:
+        self._batches = batches
+
+    def room(self) -> int:
+        return 1 << 20
+
+    def push(self, batch: Batch) -> None:
+        self._batches.append(batch.records)
+        batch.ack()
+
+
+def _upstream(stream: Stream[Any]) -> tuple[Graph, _Collect]:
+    """The graph upstream of a stream, with a sink at its end."""
+    whole = stream.graph
+    assert isinstance(whole, Graph)
+    needed = {(stream.node, stream.source)}
+    for call in reversed(whole.calls):
+        if (call.output.node, call.output.source) in needed:
+            needed |= {(s.node, s.source) for s in call.inputs}
+    graph, sink = Graph(whole.name), _Collect(name="collect")
+    streams: dict[tuple[str, str], Stream[Any]] = {}
+    for call in whole.calls:
+        key = (call.output.node, call.output.source)
+        if key not in needed:
+            continue
+        inputs = tuple(streams[s.node, s.source] for s in call.inputs)
+        if isinstance(call.operator, Source):
+            streams[key] = graph.source(call.operator)
+        elif isinstance(call.operator, Join):
+            streams[key] = graph.merge(inputs)
+        else:
+            streams[key] = graph.apply(call.operator, inputs[0])
+    sink(streams[stream.node, stream.source])
+    return graph, sink

@@ -6,8 +6,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from dataflow.node import Generate, Learn, Operator, Sink, Source, Weights
-from dataflow.stream import Stream
+from dataflow.node import Generate, Learn, Operator, Sink, Source, Stream, Weights
 from dataflow.weight_ends import Refresh
 
 if TYPE_CHECKING:

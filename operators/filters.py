@@ -1,7 +1,7 @@
 """Filters: which groups are worth training."""
 
-from dataflow.keep import keep
 from dataflow.records import Array
+from dataflow.scorer import keep
 from operators.credit import are_equal
 
 

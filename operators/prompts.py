@@ -29,7 +29,7 @@ from dataflow.records import (
     AnyArray,
     Columns,
 )
-from dataflow.rules.issue import ROWS_AT_ONCE, issue_until
+from dataflow.rules import ROWS_AT_ONCE, issue_until
 from dataflow.runtime import Batch, Context, Runtime
 from operators.models.folders import ModelError
 from operators.sources.prompt_rows import (

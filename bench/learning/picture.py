@@ -10,7 +10,7 @@ from typing import Any
 
 from bench.learning.figures import Point, mean_curve
 from dataflow.draw import theme
-from dataflow.draw.labels import xml
+from dataflow.draw.theme import xml
 
 WIDTH, HEIGHT = 860.0, 480.0
 LEFT, RIGHT, TOP, BOTTOM = 56.0, 170.0, 48.0, 52.0

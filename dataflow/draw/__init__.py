@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from dataflow.draw.curve import reward_curve_svg
+from dataflow.draw.charts import reward_curve_svg
 from dataflow.draw.picture import DeviceFrame, Picture, read
 from dataflow.errors import GraphError
 from dataflow.system.files import write_atomically
@@ -22,13 +22,13 @@ def draw(
     Raises GraphError for a suffix other than .svg, .dot, .mmd and .html, and where the folder does
     not exist; RunFolderError where the disk refuses.
     """
-    from dataflow.draw import html, svg, text
+    from dataflow.draw import svg, text
 
     formats: Mapping[str, Callable[[Picture], str]] = {
         ".svg": svg.render,
         ".dot": text.to_dot,
         ".mmd": text.to_mermaid,
-        ".html": html.render,
+        ".html": svg.render_html,
     }
     path = Path(path)
     form = formats.get(path.suffix.lower())

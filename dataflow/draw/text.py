@@ -2,9 +2,8 @@
 
 from collections.abc import Sequence
 
-from dataflow.draw.labels import dot, mermaid, yaml
 from dataflow.draw.picture import DeviceFrame, OperatorBox, Picture, column_lines
-from dataflow.draw.theme import LIGHT, LIGHT_FRAMES, LIGHT_STREAMS
+from dataflow.draw.theme import LIGHT, LIGHT_FRAMES, LIGHT_STREAMS, dot, mermaid, yaml
 
 _SHAPES = {"source": ("([", "])"), "sink": ("[/", "/]"), "trainer": ("[[", "]]")}
 

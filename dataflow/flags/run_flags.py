@@ -4,7 +4,7 @@ before."""
 from pathlib import Path
 
 from dataflow.flags.declared import Flag
-from dataflow.group_bytes import MESSAGE_BYTES
+from dataflow.records import MESSAGE_BYTES
 
 WHERE = "where it runs"
 OUTPUT = "what it leaves, and who is told"

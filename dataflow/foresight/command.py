@@ -27,9 +27,9 @@ from dataflow.foresight.workload import PROMPT_TOKENS, Workload, read_workload
 from dataflow.graph import Graph
 from dataflow.planning.gpu_groups import Wishes, read_wishes
 from dataflow.planning.hosts import Devices, Host
+from dataflow.planning.inputs import Place
 from dataflow.planning.memory_need import DoesNotFit
 from dataflow.planning.model_size import ModelSize
-from dataflow.planning.pins import Place
 from dataflow.planning.plan import Plan
 from dataflow.planning.this_machine import this_machine
 from dataflow.structure import Structure

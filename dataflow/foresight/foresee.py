@@ -35,8 +35,8 @@ from dataflow.foresight.workload import Workload
 from dataflow.node import Generate, Learn, Operator
 from dataflow.planning.gpu_groups import Wishes
 from dataflow.planning.hosts import Devices
+from dataflow.planning.inputs import Place
 from dataflow.planning.model_size import ModelSize, measured
-from dataflow.planning.pins import Place
 from dataflow.planning.placement import Placement
 from dataflow.planning.plan import Plan, plan
 from dataflow.scorer import Scorer

@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from dataflow.draw.timeline import timeline_svg
+from dataflow.draw.charts import timeline_svg
 from dataflow.foresight.choice.ways_out import SPARE
 from dataflow.foresight.foresee import Foreseen
 from dataflow.planning.placement import amount

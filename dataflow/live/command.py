@@ -27,10 +27,8 @@ from dataflow.folder.run_folder import RunFolder
 from dataflow.folder.trace import BESIDE_WORK, MINUTE, WORK, RecentSpan, files_of, last_spans
 from dataflow.history.describe import described
 from dataflow.history.rollout_view import vocabulary_of
-from dataflow.live import one_rollout
-from dataflow.live.edges import newest_of
-from dataflow.live.looks import LEISURE, Ask, Looks
-from dataflow.live.marks import Marks
+from dataflow.live import rollouts
+from dataflow.live.looks import LEISURE, Ask, Looks, Marks, newest_of
 from dataflow.live.rollouts import RolloutFilter, Rollouts
 from dataflow.live.series import SHOWN_POINTS, Metrics
 from dataflow.live.server import PageServer, sentence
@@ -270,16 +268,16 @@ class PageAnswers:
             "series": _series,
             "marks": lambda run, question: run.marks.look(run.metrics.restarts, run.metrics.rounds),
             "rollouts": _rollouts,
-            "rollout": lambda run, question: one_rollout.rollout_of(
+            "rollout": lambda run, question: rollouts.rollout_of(
                 _table(run, question), question.whole("row")
             ),
-            "text": lambda run, question: one_rollout.text_of(
+            "text": lambda run, question: rollouts.text_of(
                 _table(run, question),
                 question.whole("row"),
                 question.text("field"),
                 question.whole("from", 0),
             ),
-            "tokens": lambda run, question: one_rollout.tokens_of(
+            "tokens": lambda run, question: rollouts.tokens_of(
                 _table(run, question),
                 question.whole("row"),
                 question.whole("from", 0),

@@ -2,23 +2,138 @@
 plain values.
 """
 
+import bisect
 import collections
+import contextlib
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
+from dataflow.display import EdgeSnapshot
 from dataflow.display.formatting import duration
 from dataflow.doctor.facts import Facts, Node, WorkerFacts, gather
 from dataflow.doctor.verdict import bottleneck, trouble, verdict
 from dataflow.errors import DeadlineError, RunError
+from dataflow.folder.faults import FILE, describe_faults
+from dataflow.folder.ledger import Ledger, LedgerError
+from dataflow.folder.live_changes import read_live_changes
+from dataflow.folder.request_log import read_requests
 from dataflow.folder.run_folder import RunFolder
 from dataflow.history.bottleneck import bounded
 from dataflow.history.describe import described
 from dataflow.history.resume import TIMES
-from dataflow.live.edges import counted, data_edges, data_edges_of
 from dataflow.system import processes
-from dataflow.worker.kept_counts import EdgeSums, known_edges
+from dataflow.system.optional_files import stream_lines
+from dataflow.worker.kept_counts import ENDS, Crossed, EdgeSums, known_edges, total
 from dataflow.worker.state_clock import BESIDE, STATES
+
+# How a run's edges stand, in plain values: what crosses data edges, and what exchanges on weight
+# edges took.
+
+
+_STALENESS = tuple(
+    f"{part}_{kind}"
+    for part in ("staleness", "staleness_generating", "staleness_waiting")
+    for kind in ("mean", "max")
+)
+
+
+def counted(state: Mapping[str, Any]) -> EdgeSums | None:
+    """What has crossed each data edge, as the workers of a run under way say; None where they count
+    nothing.
+    """
+    heartbeats = [worker["heartbeat"] for worker in state.get("workers", {}).values()]
+    counts = [heartbeat["crossed"] for heartbeat in heartbeats if "crossed" in heartbeat]
+    return total(counts) if counts else None
+
+
+def data_edges(
+    edges: Iterable[EdgeSnapshot], now: EdgeSums | None, before: EdgeSums | None, passed: float
+) -> list[dict[str, Any]]:
+    """Each with its depth and credit, rows and bytes that have crossed it, and how many in each of
+    the seconds passed, as counted where it ends. before: how things stood when those began; None:
+    not known.
+    """
+    return [
+        {
+            "from": edge.producer,
+            "to": edge.consumer,
+            "source": edge.source,
+            "depth": edge.depth,
+            "capacity": edge.capacity,
+            **_crossed(edge.name, now, before, passed),
+        }
+        for edge in edges
+    ]
+
+
+def _crossed(
+    name: str, now: EdgeSums | None, before: EdgeSums | None, passed: float
+) -> dict[str, Any]:
+    if now is None:
+        return {"rows_s": None, "bytes_s": None, "crossed": None}
+    none = {end: Crossed() for end in ENDS}
+    ends = {end: list(counts) for end, counts in now.get(name, none).items()}
+    grown = None
+    if before is not None and passed > 0:
+        was = before.get(name, none)["received"]
+        grown = Crossed(
+            *(after - earlier for after, earlier in zip(ends["received"], was, strict=True))
+        )
+    if grown is None or min(grown) < 0:
+        return {"rows_s": None, "bytes_s": None, "crossed": ends}
+    return {
+        "rows_s": round(grown.rows / passed, 3),
+        "bytes_s": round(grown.bytes / passed, 1),
+        "crossed": ends,
+    }
+
+
+def data_edges_of(graph: Mapping[str, Any]) -> list[EdgeSnapshot]:
+    """Those of a graph that nobody runs now."""
+    return [
+        EdgeSnapshot(
+            producer=str(edge["from"]), consumer=str(edge["to"]), source=str(edge.get("source"))
+        )
+        for edge in graph.get("edges", [])
+        if edge.get("plane") == "data"
+    ]
+
+
+def exchanges(line: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """Of a trainer's line of metrics, by reader, all its replicas together: the oldest version that
+    one of them took last, and of what that cost them the most: seconds as the trainer and as the
+    reader sees them, bytes, and what these would have been without deltas and quantization.
+    """
+    by_reader: dict[str, dict[str, Any]] = {}
+    for name, exchange in _exchanges_of(line):
+        version = exchange.get("version")
+        version = max(0, version) if isinstance(version, int) else 0
+        summary = by_reader.setdefault(
+            name.rpartition("-")[0] or name, {"readers": 0, "version": version}
+        )
+        summary["readers"] += 1
+        summary["version"] = min(summary["version"], version)
+        for key in ("seconds", "committed_seconds", "taken_seconds", "nbytes", "full_bytes"):
+            if isinstance(exchange.get(key), int | float):
+                summary[key] = max(summary.get(key, 0), exchange[key])
+    return by_reader
+
+
+def _exchanges_of(line: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """Each reader of which the line tells."""
+    sent = line.get("weights_sent")
+    for name, exchange in sent.items() if isinstance(sent, dict) else ():
+        if isinstance(exchange, dict):
+            yield name, exchange
+
+
+def newest_of(line: Mapping[str, Any]) -> dict[str, Any]:
+    """What the page shows at the weight edges of a trainer, of its newest line."""
+    figures = {key: line.get(key) for key in ("step", *_STALENESS, "seconds_publish")}
+    return figures | {"exchanges": exchanges(line)}
+
 
 # One sentence on a run that is over, from what its nodes did in all of it; pure.
 
@@ -356,3 +471,111 @@ def _versions(trainer: str, reader: str, versions: Mapping[str, Any]) -> dict[st
     newest, has = versions.get(trainer), versions.get(reader)
     behind = None if newest is None or has is None else max(0, newest - has)
     return {"from": trainer, "to": reader, "made": newest, "has": has, "behind": behind}
+
+
+# What happened to a run at which step: faults, swaps and sets, requests, returns to a checkpoint,
+# rounds.
+
+
+MOST = 500
+"""Of each kind that are told, the last ones."""
+MOST_BYTES = 4 << 20
+"""Of faults.jsonl, its end."""
+MOST_STEPS = 200_000
+"""Whose times are kept."""
+LOOK_S = 2.0
+"""Between two looks, at least."""
+
+
+@dataclass
+class Marks:
+    """Of one run; looked for every two seconds at most."""
+
+    folder: RunFolder
+    _times: list[tuple[float, int]] = field(default_factory=list)
+    _next: float = float("-inf")
+    _lines: dict[str, Any] = field(default_factory=dict)
+
+    def look(self, restarts: Sequence[int], rounds: Sequence[int]) -> dict[str, Any]:
+        """All marks, each with its step."""
+        if time.monotonic() >= self._next:
+            began = time.thread_time()
+            self._look_at_times()
+            path = self.folder.path / FILE
+            start = max(0, path.stat().st_size - MOST_BYTES) if path.is_file() else 0
+            lines = [line for _, line in stream_lines(path, start)][-MOST:]
+            self._lines = {
+                "faults": [
+                    {"step": self._step_at(line.get("at")), **_fault(line)} for line in lines
+                ],
+                "swaps": [
+                    {"step": change.step, "text": str(change)}
+                    for change in read_live_changes(self.folder)[-MOST:]
+                ],
+                "requests": [_request(line) for line in read_requests(self.folder.path)[-MOST:]],
+            }
+            self._next = time.monotonic() + max(LOOK_S, LEISURE * (time.thread_time() - began))
+        return {**self._lines, "restarts": list(restarts)[-MOST:], "rounds": list(rounds)[-MOST:]}
+
+    def within(self, begin: float, end: float) -> list[tuple[float, str]]:
+        """What was marked between two times, in seconds since 1970, and the steps made then; as of
+        the last look.
+        """
+        first, last = (bisect.bisect_left(self._times, (at, 0)) for at in (begin, end))
+        steps = [(at, f"step {step}") for at, step in self._times[first:last]]
+        marks = [(mark["at"], mark["text"]) for mark in self._lines.get("faults", ())]
+        marks += [(mark["at"], mark["request"]) for mark in self._lines.get("requests", ())]
+        return sorted(
+            steps + [(at, text) for at, text in marks if at is not None and begin <= at < end]
+        )
+
+    def _look_at_times(self) -> None:
+        """When steps were made: those that are new, of the trainer that leads."""
+        _, config = described(self.folder)
+        leading = config.get("leading") or []
+        if not leading:
+            return
+        with (
+            contextlib.suppress(LedgerError),
+            Ledger.open(self.folder.ledger, readonly=True) as ledger,
+        ):
+            if ledger.last_step(leading[0]) < (self._times[-1][1] if self._times else 0):
+                self._times.clear()  # it went back to a checkpoint
+            newest_step = self._times[-1][1] if self._times else 0
+            self._times += [
+                (at, step) for step, at in ledger.step_times(str(leading[0]), newest_step)
+            ]
+            del self._times[:-MOST_STEPS]
+
+    def _step_at(self, at: Any) -> int | None:
+        """The last step before a time; None where nothing is known of it."""
+        if not self._times or not isinstance(at, int | float):
+            return None
+        place = bisect.bisect_right(self._times, (float(at), 1 << 62))
+        return self._times[place - 1][1] if place else 0
+
+
+def _request(line: Mapping[str, Any]) -> dict[str, Any]:
+    """A line of requests.jsonl."""
+    at, step = line.get("at"), line.get("step")
+    return {
+        "at": at if isinstance(at, int | float) else None,
+        "step": step if isinstance(step, int) else None,
+        **{key: str(line.get(key, "")) for key in ("by", "request", "answer")},
+        "refused": line.get("refused") is True,
+    }
+
+
+def _fault(line: Mapping[str, Any]) -> dict[str, Any]:
+    """A line of faults.jsonl: when, and in a sentence."""
+    try:
+        (text,) = describe_faults([line])
+    except (TypeError, ValueError):
+        text = "a line of faults.jsonl that is none"
+    at, back = line.get("at"), line.get("recovered_s")
+    return {
+        "at": at if isinstance(at, int | float) else None,
+        "worker": str(line.get("worker", "")),
+        "text": text,
+        "recovered": back is not None,
+    }

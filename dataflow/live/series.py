@@ -10,8 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from dataflow.draw.curve import ACCURACY_NAME
-from dataflow.draw.decimate import LEAST_POINTS, decimate, running_mean
+from dataflow.draw.charts import ACCURACY_NAME, LEAST_POINTS, decimate, running_mean
 from dataflow.folder.run_folder import RunFolder
 from dataflow.history.bottleneck import bounded
 from dataflow.history.describe import described

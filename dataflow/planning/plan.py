@@ -8,7 +8,6 @@ from typing import Literal
 from dataflow.check import check, too_large_groups
 from dataflow.draw.picture import DeviceFrame
 from dataflow.errors import GraphError, nearest
-from dataflow.group_bytes import MESSAGE_BYTES, message_fault
 from dataflow.node import Generate, Learn, Source
 from dataflow.planning.executors import (
     COLLECTIVE,
@@ -25,20 +24,21 @@ from dataflow.planning.gpu_groups import (
     Group,
     Wishes,
     awake_at_once,
+    check_replicas,
+    check_scaled,
     count_gpus,
     groups_of,
+    ranks_of,
     read_wishes,
 )
 from dataflow.planning.gpu_groups import explain as explain_turns
-from dataflow.planning.host_lines import host_lines, spread_line
 from dataflow.planning.hosts import Devices, named
-from dataflow.planning.inputs import digest
+from dataflow.planning.inputs import Place, digest, read_place
 from dataflow.planning.memory_need import asleep_bytes, check_fit, need_of
 from dataflow.planning.model_size import ModelSize
-from dataflow.planning.pins import Place, read_place
-from dataflow.planning.placement import Need, Placement, Spot, amount
+from dataflow.planning.placement import Need, Placement, Spot, amount, host_lines, spread_line
 from dataflow.planning.placing import NodeNeeds, neighbours_of, placed, workers_of
-from dataflow.planning.ranks import check_replicas, check_scaled, ranks_of
+from dataflow.records import MESSAGE_BYTES, message_fault
 from dataflow.staleness import Bound, capacity
 from dataflow.structure import Structure, drawn_by, sinks_of, sources_of
 from dataflow.system.rank_places import Spreads

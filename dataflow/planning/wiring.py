@@ -7,12 +7,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from dataflow.node import Generate, Learn, Operator
+from dataflow.node import Generate, Learn, Operator, Stream
 from dataflow.planning.plan import Plan, bounds_of
 from dataflow.records import TURN_ANSWER, TURN_REQUEST, Columns, version_column
 from dataflow.scorer import Scorer
 from dataflow.staleness import Bound, capacity
-from dataflow.stream import Stream
 from dataflow.structure import (
     Structure,
     edge_name,

@@ -4,7 +4,7 @@ could not see.
 
 import unicodedata
 
-from dataflow.draw.labels import xml
+from dataflow.draw.theme import xml
 
 LONGEST = 4_000
 """Characters of a text that are shown."""

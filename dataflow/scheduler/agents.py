@@ -40,8 +40,8 @@ from dataflow.agent.messages import (
 from dataflow.agent.rendezvous import Rendezvous
 from dataflow.errors import DeadlineError, RunError
 from dataflow.planning.hosts import Host
-from dataflow.scheduler.agents_socket import AgentsSocket
 from dataflow.scheduler.host_agent import (
+    AgentsSocket,
     HostAgent,
     host_of,
     natural,

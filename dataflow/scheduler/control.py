@@ -22,7 +22,7 @@ from dataflow.folder.snapshot import SnapshotFile
 from dataflow.graph import Graph
 from dataflow.limits import Limits as Limits
 from dataflow.planning.plan import Plan
-from dataflow.scheduler import events, scaling, seating
+from dataflow.scheduler import events, live_changes, scaling, seating
 from dataflow.scheduler.control_server import Client, ControlServer
 from dataflow.scheduler.reducer import reduce
 from dataflow.scheduler.requests import (
@@ -40,9 +40,7 @@ from dataflow.scheduler.requests import (
     outcome,
 )
 from dataflow.scheduler.stall_watch import StallWatch
-from dataflow.scheduler.swaps import knob_policy
-from dataflow.scheduler.swaps import policy as swapping
-from dataflow.scheduler.swaps.swap_requests import SwapRequests
+from dataflow.scheduler.swap_requests import SwapRequests
 from dataflow.scheduler.table import Life, Table, WorkerRecord
 from dataflow.system.files import only_told
 from dataflow.system.security import RunKeys
@@ -90,7 +88,9 @@ class KnobRequests:
     def ask(self, client: Client, request: SetKnobs) -> None:
         """Begin with a request, or say at once why not."""
         try:
-            changes = knob_policy.planned(self._table, request.wishes, request.by, time.time())
+            changes = live_changes.plan_changes(
+                self._table, request.wishes, request.by, time.time()
+            )
         except DataflowError as error:
             self._reply(client, request, Refused(f"{error} (the run goes on as it was)"))
             return
@@ -100,7 +100,7 @@ class KnobRequests:
     def look(self) -> None:
         """Answer requesters once the outcome is known, or the time is up."""
         for pending in list(self._pending):
-            late = knob_policy.late(self._table, pending.changes[-1].number)
+            late = live_changes.late(self._table, pending.changes[-1].number)
             if late and self._clock() <= pending.until:
                 continue
             self._pending.remove(pending)
@@ -560,7 +560,7 @@ class Scheduler:
             attempt=record.attempt,
             host=host,
             rank_hosts=record.rank_hosts,
-            swaps=swapping.own(self.table, record),
+            swaps=live_changes.own(self.table, record),
             changes=tuple(self.table.changes),
             rank_devices=tuple(seating.rank_devices(self.table, record))
             if record.rank_hosts

@@ -10,7 +10,7 @@ from typing import Any, TypeAlias
 
 from dataflow.display import EdgeSnapshot, NodeSnapshot, Snapshot
 from dataflow.display.formatting import Silence
-from dataflow.draw.curve import CURVE_NAMES
+from dataflow.draw.charts import CURVE_NAMES
 from dataflow.folder.run_folder import RunFolder
 from dataflow.graph import Graph
 from dataflow.history.summary import live_command

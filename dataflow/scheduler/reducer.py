@@ -24,7 +24,7 @@ them (`scaling`):
     a scheduler takes over:  READY, ENDING and alive: stay;  not at work and alive: DYING;
                              ended: DOWN, GONE
     its host is lost:        DOWN, or GONE where it had ended; what that host still says does not
-                             count (`host_policy`)
+                             count (`recovery`)
 
 Before all were READY once, a worker that says why it cannot start ends the run; one that is killed
 meanwhile is started again. What is sent to a worker that is not wired yet is left out, as
@@ -35,17 +35,7 @@ from dataflow.errors import DeadlineError, GraphError, RunError, WorkerDied
 from dataflow.folder.faults import STOPPED
 from dataflow.limits import drains_too_long, joins_too_long, starts_too_long
 from dataflow.planning.wiring import edges
-from dataflow.scheduler import (
-    addresses,
-    events,
-    failover,
-    host_policy,
-    lifecycle,
-    recovery,
-    scaling,
-)
-from dataflow.scheduler.swaps import knob_policy
-from dataflow.scheduler.swaps import policy as swapping
+from dataflow.scheduler import events, live_changes, recovery, scaling
 from dataflow.scheduler.table import Life, Table, WorkerRecord
 from dataflow.worker import messages
 
@@ -57,13 +47,13 @@ def reduce(table: Table, event: events.Event, now: float) -> list[events.Command
         case events.RunBegins():
             commands = _launch(table, now)
         case events.TakeOver():
-            commands = failover.take_over(table, event.processes, now)
+            commands = recovery.take_over(table, event.processes, now)
         case events.HostJoined():
-            commands = host_policy.joined(table, event, now)
+            commands = recovery.host_joined(table, event, now)
         case events.HostHeard():
-            host_policy.heard(table, event.host, now)
+            recovery.host_heard(table, event.host, now)
         case events.HostLost():
-            commands = host_policy.lost(table, event.host, event.cause, now)
+            commands = recovery.lose_host(table, event.host, event.cause, now)
         case events.Received():
             commands = _received(table, event, now)
         case events.ProcessEvent():
@@ -73,9 +63,9 @@ def reduce(table: Table, event: events.Event, now: float) -> list[events.Command
         case events.Wish():
             commands = scaling.wish(table, event.wishes)
         case events.SwapIn():
-            commands = swapping.begin(table, event.swap, now)
+            commands = live_changes.begin_swap(table, event.swap, now)
         case events.SetIn():
-            commands = knob_policy.begin(table, event.changes, now)
+            commands = live_changes.begin_changes(table, event.changes, now)
         case events.WishCheckpoint():
             commands = _to_nodes(table, table.run.wish_checkpoint(event.number))
         case events.Drain():
@@ -142,7 +132,7 @@ def _received(table: Table, event: events.Received, now: float) -> list[events.C
     commands: list[events.Command] = [events.Send(name, waited) for waited in record.deferred]
     record.is_reachable, record.deferred = True, []
     if isinstance(message, messages.Bye) and message.crossed:
-        lifecycle.count(record, message)
+        recovery.count(record, message)
     if table.is_closing or not record.is_live:
         return commands  # its last words
     if not _is_of(table, record, message):
@@ -154,7 +144,7 @@ def _received(table: Table, event: events.Received, now: float) -> list[events.C
     match message:
         case messages.Hello():
             record.pid, record.machine, record.life = message.pid, message.machine, Life.STARTING
-            commands += addresses.listens(table, record, message)
+            commands += scaling.listens(table, record, message)
             if record.is_spread:
                 commands.append(events.StartRanks(name, message.ranks_at))
             commands += scaling.hello(table, record) if table.begun else _wire_all(table)
@@ -164,9 +154,9 @@ def _received(table: Table, event: events.Received, now: float) -> list[events.C
                 events.NotifyUser(note) for note in message.notes if note not in table.notes
             ]
             table.notes.update(message.notes)
-            commands += knob_policy.tell(table, record)
+            commands += live_changes.tell_changes(table, record)
             if table.begun:
-                commands += lifecycle.go_on(table, record, now)
+                commands += recovery.go_on(table, record, now)
             else:
                 recovery.recovered(record, now)
                 commands.append(events.FaultRecovered(name))
@@ -180,7 +170,7 @@ def _received(table: Table, event: events.Received, now: float) -> list[events.C
         case messages.Stacks():
             record.stacks = (now, message.threads)
         case messages.Failed() if (
-            taken_back := swapping.failed(table, record, message, now)
+            taken_back := live_changes.swap_failed(table, record, message, now)
         ) is not None:
             commands += taken_back
         case messages.Failed():
@@ -203,7 +193,7 @@ def _is_of(table: Table, record: WorkerRecord, message: messages.FromWorker) -> 
             for edge in edges(table.graph)
             if edge.consumer in nodes and edge.producer not in nodes
         ]
-        return set(ends) == set(message.addresses) and set(message.lines) <= addresses.lines_of(
+        return set(ends) == set(message.addresses) and set(message.lines) <= scaling.lines_of(
             table, nodes
         )
     return True
@@ -229,7 +219,7 @@ def _wire_all(table: Table) -> list[events.Command]:
         worker: [name for name, producer, _ in table.edges if producer == worker]
         for worker in table.plan.workers
     }
-    lines = {worker: addresses.read_by(table, own[0]) for worker, own in table.by_worker().items()}
+    lines = {worker: scaling.read_by(table, own[0]) for worker, own in table.by_worker().items()}
     commands: list[events.Command] = []
     for record in unwired:
         if record.attempt:
@@ -273,7 +263,7 @@ def _to_nodes(table: Table, commands: list[messages.NodeCommand]) -> list[events
 
 def _process(table: Table, event: events.ProcessEvent, now: float) -> list[events.Command]:
     record = table.workers.get(event.name)
-    if record is None or not host_policy.counts(table, record, event.host):
+    if record is None or not recovery.is_current(table, record, event.host):
         return []
     stopped_since, record.stopped_since = record.stopped_since, None
     if event.what == "started":
@@ -286,8 +276,8 @@ def _process(table: Table, event: events.ProcessEvent, now: float) -> list[event
         ]
     elif event.what == "exited":
         torn = not all(host.is_alive for host in table.hosts_of(record))
-        return lifecycle.exited(
-            table, record, record.cause or lifecycle.how(event.status), now, with_host=torn
+        return recovery.exited(
+            table, record, record.cause or recovery.how(event.status), now, with_host=torn
         )
     return []
 
@@ -311,7 +301,7 @@ def _drain(table: Table, now: float) -> list[events.Command]:
     table.drains_until = now + table.limits.drain_s
     down = [record for record in table if record.life is Life.DOWN]
     commands = _to_nodes(table, table.run.drain())
-    return [command for record in down for command in lifecycle.give_up(table, record)] + commands
+    return [command for record in down for command in recovery.give_up(table, record)] + commands
 
 
 def _tick(table: Table, now: float) -> list[events.Command]:
@@ -340,14 +330,14 @@ def _watch(table: Table, now: float) -> list[events.Command]:
     before, table.watched_at = table.watched_at, now
     # the scheduler itself, and perhaps the workers with it
     was_stopped = now - before > table.limits.hang_s
-    commands = host_policy.watch(table, now, was_stopped=was_stopped)
+    commands = recovery.watch_hosts(table, now, was_stopped=was_stopped)
     for record in table:
         if was_stopped:
             record.heard_at = now
-        commands += lifecycle.wake(table, record, now)
+        commands += recovery.wake(table, record, now)
         cause = recovery.overdue(table, record, now)
         if cause is not None:
-            commands += lifecycle.kill(table, record, cause, now)
+            commands += recovery.kill(table, record, cause, now)
     error: DeadlineError | None = None
     if not table.begun and now > table.starts_until:
         late = [record.name for record in table if record.life is not Life.READY]

@@ -15,20 +15,24 @@ acknowledge, a leaver leaves once it has that; and while somebody is away, no jo
 begins.
 """
 
-from collections.abc import Mapping
+from collections.abc import Collection, Iterable, Mapping
 
 from dataflow.errors import GraphError, nearest
-from dataflow.planning.ranks import check_scaled
-from dataflow.scheduler import addresses, seating
+from dataflow.planning.gpu_groups import check_scaled
+from dataflow.scheduler import seating
 from dataflow.scheduler.events import Command, NotifyUser, Send, StartWorker
 from dataflow.scheduler.table import Life, Membership, Table, WorkerRecord
+from dataflow.structure import line_of, refreshes_of
 from dataflow.worker.messages import (
     AddReceivers,
     Expect,
+    Hello,
+    Moved,
     RetireReceivers,
     SenderEnded,
     Start,
     Stop,
+    WeightLine,
     Wire,
 )
 
@@ -188,7 +192,7 @@ def anybody_away(table: Table) -> bool:
 
 def repeat(table: Table) -> list[Command]:
     """Repeat what an earlier scheduler decided, and perhaps did not say: twice does no harm."""
-    commands = [command for record in table for command in addresses.told_again(table, record)]
+    commands = [command for record in table for command in told_again(table, record)]
     for record in table:
         for ticket, partner in record.unconfirmed.items():
             if record.membership is Membership.JOINING:
@@ -250,9 +254,7 @@ def _wire(table: Table) -> list[Command]:
         if newcomer.name in record.senders:
             for edge, address in _inlets(table, record, newcomer).items():
                 receivers.setdefault(edge, []).append(address)
-    return [
-        Send(newcomer.name, Wire(addresses=receivers, lines=addresses.read_by(table, newcomer)))
-    ]
+    return [Send(newcomer.name, Wire(addresses=receivers, lines=read_by(table, newcomer)))]
 
 
 def _wire_again(table: Table, record: WorkerRecord) -> list[Command]:
@@ -278,7 +280,7 @@ def _wire_again(table: Table, record: WorkerRecord) -> list[Command]:
         if table.workers[sender].may_end:  # it may come once more, or not: so it counts by its name
             commands.append(_ended(table, record, sender))
     return [
-        Send(record.name, Wire(addresses=receivers, lines=addresses.read_by(table, record))),
+        Send(record.name, Wire(addresses=receivers, lines=read_by(table, record))),
         *commands,
     ]
 
@@ -362,3 +364,91 @@ def _ticket(table: Table, record: WorkerRecord, confirms: str) -> int:
     table.last_ticket += 1
     record.unconfirmed[table.last_ticket] = confirms
     return table.last_ticket
+
+
+# Where workers listen, and who is told when one that was started again does so elsewhere: a policy
+# over the table. `Wire` tells each attempt where all whom it sends to, and whose weights it reads,
+# listened last. Whoever was wired before they moved hears `Moved`; who is away meanwhile hears it
+# with its own `Wire`.
+
+
+def listens(table: Table, record: WorkerRecord, hello: Hello) -> list[Command]:
+    """Note where an attempt listens, and tell all who knew its worker elsewhere."""
+    moved = {
+        edge
+        for edge, address in hello.addresses.items()
+        if record.addresses.get(edge, address) != address
+    }
+    for edge in moved:
+        ever = {*record.left.get(edge, ()), record.addresses[edge]}
+        record.left[edge] = sorted(ever - {hello.addresses[edge]})
+    lines = {
+        name: line for name, line in hello.lines.items() if record.lines.get(name, line) != line
+    }
+    record.addresses, record.lines, record.received_at = hello.addresses, hello.lines, record.host
+    return _tell(table, record, moved, lines)
+
+
+def told_again(table: Table, record: WorkerRecord) -> list[Command]:
+    """Repeat what an earlier scheduler found of a worker that moved, and perhaps did not say: twice
+    does no harm.
+    """
+    lines = {name: line for name, line in record.lines.items() if line.host}
+    return _tell(table, record, set(record.left), lines)
+
+
+def read_by(table: Table, reader: WorkerRecord) -> dict[str, WeightLine]:
+    """The weight lines that a worker reads, where they are now."""
+    lines: dict[str, WeightLine] = {}
+    for name, trainer in _lines_read(table, reader).items():
+        record = table.workers.get(f"{table.plan.placements[trainer].worker}-0")
+        if record is not None and name in record.lines:
+            lines[name] = record.lines[name]
+    return lines
+
+
+def lines_of(table: Table, nodes: Iterable[str]) -> set[str]:
+    """Names of the weight lines of some nodes."""
+    graph = table.graph
+    return {
+        line_of(graph, node, refresh)
+        for node in nodes
+        for refresh in (None, *refreshes_of(graph, node))
+    }
+
+
+def _tell(
+    table: Table, record: WorkerRecord, moved: Collection[str], lines: Mapping[str, WeightLine]
+) -> list[Command]:
+    producers = {edge: producer for edge, producer, _ in table.edges}
+    commands: list[Command] = []
+    for other_record in table if moved or lines else ():
+        if other_record.membership is Membership.LEFT or other_record is record:
+            continue
+        own = [
+            edge
+            for edge in sorted(moved)
+            if other_record.name in record.senders and producers[edge] == other_record.worker
+        ]
+        read = {
+            name: line for name, line in lines.items() if name in _lines_read(table, other_record)
+        }
+        if own or read:
+            commands.append(
+                Send(
+                    other_record.name,
+                    Moved(
+                        receivers={edge: record.addresses[edge] for edge in own},
+                        before={edge: record.left[edge] for edge in own},
+                        lines=read,
+                    ),
+                )
+            )
+    return commands
+
+
+def _lines_read(table: Table, record: WorkerRecord) -> dict[str, str]:
+    """The trainer of each line, by the line's name."""
+    read = [feedback for feedback in table.graph.feedbacks if feedback.reader.name in record.nodes]
+    trainers = [(feedback.weights.trainer.name, feedback.refresh) for feedback in read]
+    return {line_of(table.graph, trainer, refresh): trainer for trainer, refresh in trainers}

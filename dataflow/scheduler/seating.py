@@ -8,8 +8,7 @@ from collections.abc import Iterable, Sequence
 from typing import TypeAlias
 
 from dataflow.planning.hosts import Devices, Host
-from dataflow.planning.rehost import most_replicas, rehost, rehost_ranks
-from dataflow.planning.rooms import rooms_of
+from dataflow.planning.placing import most_replicas, rehost, rehost_ranks, rooms_of
 from dataflow.scheduler.table import Life, Membership, Table, WorkerRecord
 
 Place: TypeAlias = tuple[str, tuple[int, ...]]

@@ -38,6 +38,10 @@ _COUNTERS = (
 _COUNTED = (BY_CAUSE, "decode_")
 """Prefixes of further such counts."""
 
+ENDED = "was ended to"
+"""How the cause begins of a worker that was ended on purpose, so that its next attempt is another,
+or elsewhere."""
+
 Told = Mapping[str, Any]
 """A heartbeat in plain values; empty where there was none."""
 

@@ -4,8 +4,16 @@ import contextlib
 import socket
 
 from dataflow.errors import GraphError
-from transport.reconnecting import give_up_soon
-from transport.security import KEYS_BYTES, Guard, RunKeys, again_at, endpoint, present, reachable
+from transport.security import (
+    KEYS_BYTES,
+    Guard,
+    RunKeys,
+    again_at,
+    endpoint,
+    give_up_soon,
+    present,
+    reachable,
+)
 
 __all__ = [
     "KEYS_BYTES",

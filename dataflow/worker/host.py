@@ -36,8 +36,7 @@ from dataflow.system.rank_places import RankPlaces
 from dataflow.system.security import RunKeys
 from dataflow.weight_ends import Refresh, WeightsIn, WeightsOut
 from dataflow.worker.changed_knobs import ChangedGraph, counts_itself
-from dataflow.worker.edge_ends import Inlet, Outlet
-from dataflow.worker.loop import NodeLoop
+from dataflow.worker.loop import Inlet, NodeLoop, Outlet
 from dataflow.worker.turns import Turns
 
 

@@ -1,14 +1,14 @@
 """The loop around one operator's runtime: rows in by credit, a slice of work, rows out by credit.
 
 What comes in is acknowledged when the next nodes have acknowledged all that it led to
-(dataflow.worker.acknowledgements).
+(dataflow.worker.loop).
 """
 
 import collections
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, Protocol, TypeAlias
 
 import pyarrow as pa
 import pyarrow.compute as pc
@@ -16,15 +16,49 @@ import pyarrow.compute as pc
 from dataflow.errors import boundary
 from dataflow.folder.finished import Finished
 from dataflow.folder.trace import NodeSpans
-from dataflow.group_bytes import MESSAGE_BYTES
-from dataflow.records import GROUP_ID
+from dataflow.records import GROUP_ID, MESSAGE_BYTES
 from dataflow.runtime import Batch, Runtime
 from dataflow.tokens.ragged import group_slices, whole_groups
 from dataflow.worker.acknowledgements import Acknowledgements
-from dataflow.worker.answers import AnswerInlets
-from dataflow.worker.edge_ends import Acked, Inlet, Outlet
 from dataflow.worker.state_clock import State, StateClock
 from dataflow.worker.turns import Turns
+
+# The ends of an edge as a node's loop sees them.
+
+
+Acked: TypeAlias = Callable[[Iterable[int]], None]
+"""Called with numbers of a batch's rows once they are acknowledged: with each row once."""
+
+
+class Inlet(Protocol):
+    """The receiving end of an edge (transport.data.Receiver)."""
+
+    def receive(self, timeout_s: float = 0.0) -> Any | None:
+        """A delivery with `batch`, `sender`, `ack_rows` and `ack`, or None."""
+
+    def poll(self) -> None:
+        """Take in what arrived, answer the senders."""
+
+    def flush(self) -> None:
+        """Answer the senders."""
+
+    @property
+    def finished(self) -> bool:
+        """Whether every sender has ended its stream and all of it was received."""
+
+
+class Outlet(Protocol):
+    """The sending end of an edge (transport.data.Sender)."""
+
+    def send(self, batch: pa.RecordBatch, acked: Acked) -> bool:
+        """False when there is no credit now; then nothing was taken."""
+
+    def poll(self) -> None:
+        """Take in grants and acknowledgements."""
+
+    def finish(self) -> None:
+        """End the stream."""
+
 
 _MOST_ROWS = 1024
 """The most rows of a batch on the wire, where the edge does not say."""
@@ -69,7 +103,7 @@ class NodeLoop:
         self.paused = False
         self.ended = False
         self.rows_in = self.rows_out = 0
-        self._inlets, self._outlets, self._answers = inlets, outlets, AnswerInlets(node, answers)
+        self._inlets, self._outlets, self._answers = inlets, outlets, answers
         self._ends: list[Inlet | Outlet] = [
             *(inlet for _, _, inlet in (*inlets, *answers)),
             *(o for senders in outlets.values() for o in senders),
@@ -141,8 +175,8 @@ class NodeLoop:
         self._answer()
         moved = self._flush() | self._take_turns()
         if self.ended:
-            return moved | self._pass_over() | self._answers.hear(None)
-        moved |= self._answers.hear(self.runtime)
+            return moved | self._pass_over() | self._take_answers()
+        moved |= self._take_answers()
         if self._outbox or self.paused:
             return moved
         moved |= self._receive()
@@ -169,6 +203,21 @@ class NodeLoop:
             return False
         with boundary(self.node, "taking its turn"):
             return self.turns.turn(self.runtime, held_up=bool(self._outbox))
+
+    def _take_answers(self) -> bool:
+        """Give the runtime what it asked for, also while rows wait for credit: the node that
+        answers may wait for that of its answers. One that has ended wants no more.
+        """
+        moved = False
+        for source, origin, inlet in self._answers:
+            while (delivery := inlet.receive()) is not None:
+                moved = True
+                if not self.ended:
+                    with boundary(self.node, f"taking answers from '{origin}'"):
+                        self.runtime.push(Batch(source, delivery.batch, origin))
+                delivery.ack()
+            inlet.flush()
+        return moved
 
     def _receive(self) -> bool:
         moved = False

@@ -12,14 +12,12 @@ from typing import TYPE_CHECKING, Any
 import pyarrow as pa
 
 from dataflow.graph import Graph
-from dataflow.group_bytes import CAPACITY_BYTES
 from dataflow.planning.plan import Plan
 from dataflow.planning.wiring import Edge, edges, quantized_format
-from dataflow.records import GROUP_ID, schema
+from dataflow.records import CAPACITY_BYTES, GROUP_ID, schema
 from dataflow.structure import readers_of
 from dataflow.system.security import RunKeys, again_at, reachable
 from dataflow.weight_ends import OpensWeights, OpensWriter, Refresh, WeightsIn, WeightsOut, leave
-from dataflow.worker.fan_out import FanOut
 from dataflow.worker.host import NodeLoops, Settings
 from dataflow.worker.kept_counts import CrossedByFile, KeptCounts, path_of
 from dataflow.worker.messages import WeightLine
@@ -27,6 +25,7 @@ from dataflow.worker.weight_lines import WeightLines
 from dataflow.worker.weight_ports import (
     ROUNDS,
     SEGMENTS,
+    FanOut,
     adoption,
     offer_beside,
     segments_at,

@@ -11,26 +11,13 @@ import contextlib
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Protocol
 
 from dataflow.errors import DeadlineError
-from dataflow.rules.turn import decide
+from dataflow.rules import decide
+from dataflow.runtime import Runtime
 from dataflow.system.byte_locks import ByteLocks
 
 _LOOK_S = 0.01
-
-
-class Sleeper(Protocol):
-    """A runtime that takes turns."""
-
-    def wants_devices(self) -> bool:
-        """Whether it has work that needs its devices."""
-
-    def sleep(self) -> None:
-        """Give their memory back."""
-
-    def wake(self) -> None:
-        """Take it again."""
 
 
 class Turns:
@@ -69,7 +56,7 @@ class Turns:
         """Whether the others' locks concern it now, of which no message tells."""
         return self.waiting or self.awake
 
-    def turn(self, runtime: Sleeper, *, held_up: bool = False) -> bool:
+    def turn(self, runtime: Runtime, *, held_up: bool = False) -> bool:
         """Take the turn or give it up, as is due; whether it did. held_up: it cannot go on,
         whatever work it has.
         """
@@ -104,7 +91,7 @@ class Turns:
             time.sleep(_LOOK_S)
         yield
 
-    def built(self, runtime: Sleeper) -> None:
+    def built(self, runtime: Runtime) -> None:
         """The end of `building`: it sleeps until it has work."""
         self._give(runtime)
 
@@ -114,7 +101,7 @@ class Turns:
         self._turn.close()
         self.awake = self.waiting = False
 
-    def _give(self, runtime: Sleeper) -> None:
+    def _give(self, runtime: Runtime) -> None:
         runtime.sleep()
         self.awake = False
         self._turn.drop(self._own)

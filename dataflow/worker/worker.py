@@ -32,7 +32,7 @@ from dataflow.system.interrupts import leave_to_leader
 from dataflow.system.log import log_to
 from dataflow.system.processes import machine
 from dataflow.system.security import RunKeys
-from dataflow.worker import messages, rank_host, swap_trial, weight_ports
+from dataflow.worker import messages, rank_line, weight_ports
 from dataflow.worker.changed_knobs import roomiest
 from dataflow.worker.cpu_watchdog import CpuWatchdog
 from dataflow.worker.host import NodeLoops, Settings
@@ -40,7 +40,7 @@ from dataflow.worker.kept_counts import CrossedByFile
 from dataflow.worker.link import SchedulerLink
 from dataflow.worker.ports import Ports
 from dataflow.worker.rank_line import RankLine
-from dataflow.worker.swapped import swapped
+from dataflow.worker.swapped import swapped, try_swap
 
 M = TypeVar("M", messages.Wire, messages.Start)
 
@@ -63,7 +63,7 @@ def main(graph: Graph, plan: Plan, plain: Mapping[str, Any]) -> int:
     faulthandler.enable()
     faulthandler.register(signal.SIGUSR1, all_threads=True)
     if settings.ranks_at:
-        return rank_host.main(graph, plan, settings)
+        return rank_line.main(graph, plan, settings)
     left_alone, clock = threading.Event(), AwakeClock()
     link = SchedulerLink(
         settings.control,
@@ -77,7 +77,7 @@ def main(graph: Graph, plan: Plan, plain: Mapping[str, Any]) -> int:
         clock=clock,
     )
     if settings.tries is not None:
-        return swap_trial.main(graph, plan, settings, link)
+        return try_swap(graph, plan, settings, link)
     try:
         worker = Worker(swapped(graph, settings.swaps), plan, settings, link, left_alone, clock)
         link.start(worker.heartbeat)
@@ -138,7 +138,7 @@ class Worker:
             reader_of=self._ports.reader_of,
             device=lambda node: settings.device if plan.placements[node].gpus else "cpu",
             clock=clock,
-            places=rank_host.places_of(
+            places=rank_line.places_of(
                 settings, starts=self._ranks, meets_at=getattr(self._ranks, "address", "")
             ),
         )

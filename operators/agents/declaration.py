@@ -18,9 +18,8 @@ from typing import Any
 
 from dataflow.annotations import arrow_type
 from dataflow.errors import GraphError
-from dataflow.node import Generate, Operator, Traits
+from dataflow.node import Generate, Operator, Rollout, Stream, Traits
 from dataflow.runtime import Context, Runtime
-from dataflow.stream import Rollout, Stream
 from operators.chat.conversation import Past
 from operators.episodes.declaration import NOTHING, EpisodeKnobs, EpisodeSignature
 

@@ -17,11 +17,10 @@ import pyarrow as pa
 
 from dataflow.annotations import arrow_type
 from dataflow.errors import GraphError
-from dataflow.node import Generate, Operator, Traits
+from dataflow.node import Generate, Operator, Rollout, Stream, Traits
 from dataflow.records import EPISODE_COLUMNS, SAMPLED_COLUMNS, TEMPERATURE, Columns
 from dataflow.runtime import Context, Runtime
 from dataflow.scoring.signature import where_defined
-from dataflow.stream import Rollout, Stream
 from operators.chat.chat_format import ChatFormat, delimiter_fault
 from operators.chat.conversation import Past
 from operators.chat.tool_calls import TextCalls

@@ -25,7 +25,7 @@ from dataflow.records import (
     TEMPERATURE,
     AnyArray,
 )
-from dataflow.rules.room import prompt_room
+from dataflow.rules import prompt_room
 from dataflow.runtime import Batch, Context, Runtime
 from dataflow.scoring.failure import UNUSABLE, RolloutFailure, status_of
 from dataflow.scoring.pool import Answer, Asked

@@ -33,9 +33,7 @@ from dataflow.records import (
     TURN_ANSWER,
     schema,
 )
-from dataflow.rules.admission import Admission
-from dataflow.rules.leave import enough, leaves
-from dataflow.rules.room import prompt_room
+from dataflow.rules import Admission, enough, leaves, prompt_room
 from dataflow.runtime import Batch, Context, KnobsInForce, Runtime
 from dataflow.tokens.rollout_tokens import RolloutTokens
 from dataflow.weight_ends import WeightsIn

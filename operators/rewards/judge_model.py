@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dataflow.errors import GraphError, WorldFailed
+from dataflow.node import Rollout, Stream
 from dataflow.scorer import Scorer
 from dataflow.scoring.signature import shaped
-from dataflow.stream import Rollout, Stream
 from dataflow.system.native import cache_folder
 from operators.rewards.foreign.adapting import messages_of
 from operators.rewards.match import PackagedScorer, last_number

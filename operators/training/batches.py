@@ -24,7 +24,7 @@ from dataflow.records import (
     VERSIONS,
     version_column,
 )
-from dataflow.rules.reorder_buffer import QueuedGroup
+from dataflow.rules import QueuedGroup
 from dataflow.runtime import Context
 from dataflow.scoring.failure import TOO_LONG, RolloutFailure, counted
 from dataflow.staleness import NO_TOKEN, Bound, newest_versions, oldest_versions, sweep

@@ -27,7 +27,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from dataflow.errors import GraphError
-from dataflow.rules.reorder_buffer import QueuedGroup
+from dataflow.rules import QueuedGroup
 from dataflow.runtime import Context
 from operators.training.steps import NewLogprobs
 

@@ -15,8 +15,7 @@ from dataflow.folder.knobs_by_step import KnobsByStep
 from dataflow.folder.ledger import MadeStep
 from dataflow.model import Model
 from dataflow.records import GROUP_ID, MASK
-from dataflow.rules.reorder_buffer import QueuedGroup, ReorderBuffer
-from dataflow.rules.room import queue_prompts, row_room
+from dataflow.rules import QueuedGroup, ReorderBuffer, queue_prompts, row_room
 from dataflow.runtime import Batch, Context, KnobsInForce, Runtime
 from operators.trainer import TrainerKnobs
 from operators.training.batches import Drops, step_metrics

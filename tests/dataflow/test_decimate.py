@@ -4,8 +4,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dataflow.draw.axes import MOST_POINTS, thin
-from dataflow.draw.decimate import decimate
+from dataflow.draw.charts import MOST_POINTS, decimate, thin
 
 
 @given(

@@ -21,10 +21,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dataflow.draw import DeviceFrame, draw, mimebundle, render_svg, reward_curve_svg
+from dataflow.draw.charts import timeline_svg
 from dataflow.draw.geometry import BackEdge, ForwardEdge, Rect, Size
 from dataflow.draw.layout import arrange
 from dataflow.draw.picture import read
-from dataflow.draw.timeline import timeline_svg
 from dataflow.errors import GraphError
 from dataflow.model import Model
 from dataflow.node import Learn, Operator, Sink, Source, Transform
@@ -389,10 +389,10 @@ def test_no_name_breaks_out_of_any_format(names: list[str], text: str) -> None:
     assert {element.tag.removeprefix(SVG) for element in root.iter()} <= allowed
     assert len(texts(svg, "name")) == len(names)
 
-    from dataflow.draw import html
+    from dataflow.draw import svg
     from dataflow.draw import text as languages
 
-    page = Page(html.render(picture))
+    page = Page(svg.render_html(picture))
     assert page.tags.count("script") == 2 and "img" not in page.tags
     assert [fact["name"] for fact in json.loads(page.texts["data"])] == names
 

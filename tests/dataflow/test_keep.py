@@ -13,11 +13,10 @@ from rigs.columns import check_columns
 
 from dataflow import GraphError, keep
 from dataflow.graph import Graph
-from dataflow.keep import Keep
+from dataflow.node import Stream
 from dataflow.records import DROP_REASON, ERROR, GROUP_ID, ROLLOUT_ID, Array
 from dataflow.runtime import Batch, Context
-from dataflow.scorer import Scorer, scorer
-from dataflow.stream import Stream
+from dataflow.scorer import Keep, Scorer, scorer
 from dataflow.testing import FakeEvaluate, FakeGenerator, FakePrompts, FakeTrainer
 
 

@@ -13,10 +13,9 @@ import pytest
 
 from dataflow.errors import GraphError
 from dataflow.graph import Graph
-from dataflow.node import Weights
+from dataflow.node import Stream, Weights
 from dataflow.records import ERROR, Array
 from dataflow.scorer import Scorer, scorer
-from dataflow.stream import Stream
 from dataflow.testing import FakeGenerator, FakePrompts, FakeTrainer
 
 
@@ -317,7 +316,7 @@ from typing import Any
 from dataflow.records import Array
 from dataflow.scorer import scorer
 from dataflow.node import Weights
-from dataflow.stream import Rollout, Stream
+from dataflow.node import Rollout, Stream
 
 @scorer
 def reward(completion: str, answer: str) -> float:

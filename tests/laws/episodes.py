@@ -196,7 +196,7 @@ EPISODES = (
     Law(
         "an answer reaches the replica that asked",
         "test_each_answer_goes_to_who_asked_and_is_acknowledged_by_its_row",
-        "transport.data.answers:AnswerSender.send",
+        "transport.data.sender:AnswerSender.send",
         expression("range(len(self._senders))", "askers", "range"),
         "the sender",
     ),

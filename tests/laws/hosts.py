@@ -49,14 +49,14 @@ HOSTS = (
     Law(
         "a worker ends if it loses ranks with a host",
         "test_it_is_killed_when_a_host_of_its_ranks_is_lost_and_starts_again_on_hosts_that_live",
-        "dataflow.scheduler:lost",
+        "dataflow.scheduler:lose_host",
         without("rank_hosts"),
         "looking for them",
     ),
     Law(
         "remote ranks end with their worker",
         "test_its_ranks_elsewhere_end_when_its_own_host_is_lost",
-        "dataflow.scheduler.lifecycle:exited",
+        "dataflow.scheduler.recovery:exited",
         expression("False", "is_spread"),
         "ending them",
     ),

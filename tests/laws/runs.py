@@ -46,14 +46,14 @@ SCHEDULER = (
     Law(
         "readers hear that a trainer moved",
         "test_readers_hear_where_the_weights_are_of_a_trainer_that_was_started_elsewhere",
-        "dataflow.scheduler.addresses:_tell",
+        "dataflow.scheduler.scaling:_tell",
         never("own", "read"),
         "the message",
     ),
     Law(
         "a restarted reader learns where its trainer is",
         "test_a_reader_that_was_away_while_the_trainer_moved_hears_it_when_it_is_wired",
-        "dataflow.scheduler.addresses:read_by",
+        "dataflow.scheduler.scaling:read_by",
         returned("{}"),
         "the lines in `Wire`",
     ),
@@ -186,7 +186,7 @@ SCHEDULER = (
     Law(
         "a new scheduler's words are heard",
         "test_what_a_new_scheduler_sends_reaches_a_worker_that_finds_it_later",
-        "dataflow.scheduler.failover:_expect",
+        "dataflow.scheduler.recovery:_expect",
         without("is_reachable"),
         "waiting for a worker's first message",
     ),
@@ -309,7 +309,7 @@ TURNS = (
     Law(
         "a turn passes when its work is done and another asks",
         "test_never_two_nodes_have_memory_and_all_work_is_done_whoever_dies_or_stops",
-        "dataflow.rules.turn:decide",
+        "dataflow.rules:decide",
         returned("'stay'", "give"),
         "passing it",
     ),

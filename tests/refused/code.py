@@ -7,7 +7,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parent.parent.parent
 PARTS = {
-    "Graphs": ("dataflow/check.py", "dataflow/graph.py", "dataflow/group_bytes.py"),
+    "Graphs": ("dataflow/check.py", "dataflow/graph.py", "dataflow/records.py"),
     "Devices, hosts, ranks and replicas": (
         "dataflow/planning/*.py",
         "dataflow/launchers/hosted_run.py",
@@ -33,7 +33,11 @@ PARTS = {
         "operators/training/parallel/*.py",
         "operators/training/learner/*.py",
     ),
-    "Operators in a live run": ("dataflow/worker/swapped.py", "dataflow/scheduler/swaps/*.py"),
+    "Operators in a live run": (
+        "dataflow/worker/swapped.py",
+        "dataflow/scheduler/live_changes.py",
+        "dataflow/scheduler/swap_requests.py",
+    ),
     "Episodes": ("operators/episodes/declaration.py",),
     "Environments": (
         "operators/environments/declaration.py",

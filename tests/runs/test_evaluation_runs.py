@@ -12,7 +12,7 @@ from dataflow import Graph, Model, inline, run, scorer
 from dataflow.folder.arrow_reading import read_arrow
 from dataflow.folder.run_folder import RunFolder
 from dataflow.history.rollout_view import find_rollout
-from dataflow.live.one_rollout import rollout_of
+from dataflow.live.rollouts import rollout_of
 from dataflow.runs.opened import Run
 from operators import Evaluate, Generator, Prompts, Trainer
 from operators.credit import advantage

@@ -16,10 +16,15 @@ from rigs.operators import Around, struck
 
 from dataflow import Graph, Model, Result, inline, run
 from dataflow.folder.arrow_reading import read_arrow
-from dataflow.group_bytes import LEAST_MESSAGE_BYTES
 from dataflow.limits import Patience
 from dataflow.node import Operator
-from dataflow.records import GROUP_ID, SAMPLING_MASK, SAMPLING_MASK_TYPE, Columns
+from dataflow.records import (
+    GROUP_ID,
+    LEAST_MESSAGE_BYTES,
+    SAMPLING_MASK,
+    SAMPLING_MASK_TYPE,
+    Columns,
+)
 from dataflow.runtime import Batch, Context, Runtime
 from dataflow.scheduler.control import Limits
 from dataflow.testing import FakeGenerator, FakePrompts, FakeTrainer

@@ -22,7 +22,7 @@ from dataflow.folder.ledger import Ledger
 from dataflow.folder.run_folder import RunFolder
 from dataflow.node import Transform
 from dataflow.records import GROUP_ID, Columns
-from dataflow.rules.reorder_buffer import QueuedGroup, ReorderBuffer
+from dataflow.rules import QueuedGroup, ReorderBuffer
 from dataflow.runtime import Batch, Context, Runtime
 from dataflow.staleness import admit
 from dataflow.testing import FakeGenerator, FakePrompts, FakeTrainer

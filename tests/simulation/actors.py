@@ -25,7 +25,7 @@ from dataflow.records import (
     Columns,
     schema,
 )
-from dataflow.rules.admission import Admission
+from dataflow.rules import Admission
 from dataflow.runtime import Batch, Context, Runtime
 from operators.prompts import PromptRuntime
 from operators.sources.prompt_rows import Report

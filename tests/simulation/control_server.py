@@ -12,7 +12,7 @@ from dataflow.scheduler.agents import Agents
 from dataflow.scheduler.control_server import Client
 from dataflow.scheduler.events import Received
 from dataflow.scheduler.requests import Reply, Scale, SwapNode
-from dataflow.worker import swap_trial
+from dataflow.worker import swapped
 from dataflow.worker.messages import TO_SCHEDULER, TO_WORKER, FromWorker, Heard, ToWorker
 
 from .clock import Clock
@@ -195,7 +195,7 @@ class SimulatedControlServer:
         self, name: str, settings: Mapping[str, Any], heavy: bool, keeps: bool = False
     ) -> None:
         """Ask for a process."""
-        if name.startswith(f"{swap_trial.NAME}-"):
+        if name.startswith(f"{swapped.NAME}-"):
             self._outgoing.append(lambda: self._swappers.try_(name, settings))
         else:
             self._outgoing.append(lambda: self._fork(name, settings))

@@ -36,8 +36,8 @@ from dataflow.agent.messages import (
     is_repeated,
 )
 from dataflow.planning.hosts import Host
-from dataflow.scheduler.agents_socket import AgentsSocket
 from dataflow.scheduler.events import Received
+from dataflow.scheduler.host_agent import AgentsSocket
 from dataflow.system.messages import Frames, Numbered, first_session
 from dataflow.worker.messages import TO_SCHEDULER, TO_WORKER, Heartbeat, ToWorker
 

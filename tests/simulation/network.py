@@ -15,9 +15,9 @@ from typing import Any, cast
 import pyarrow as pa
 import zmq
 
-from transport.data import frames
-from transport.data.channel import Arrival, ConnectionEvent, Junk, Packed
+from transport.data import messages
 from transport.data.messages import Data, Message
+from transport.data.sockets import Arrival, ConnectionEvent, Junk, Packed
 from transport.errors import AddressError, FrameError
 
 from .clock import Clock
@@ -240,7 +240,9 @@ class SimulatedConnection:
         process.on_death.append(self.close)
         network.clock.after(network.delay_s(), self._connect)
 
-    def pack(self, batch: pa.RecordBatch, encoder: frames.BatchEncoder, size_bytes: int) -> Packed:
+    def pack(
+        self, batch: pa.RecordBatch, encoder: messages.BatchEncoder, size_bytes: int
+    ) -> Packed:
         """The batch itself: it is immutable."""
         return Packed(content=batch, size_bytes=size_bytes, checksum=0)
 
@@ -359,8 +361,8 @@ class SimulatedListener:
             self._spared.add(which)
             raise FrameError(DAMAGED)
         batch = cast(pa.RecordBatch, body)
-        frames.check_schema(batch.schema, schema, edge=message.edge)
-        frames.check_batch(batch, message)
+        messages.check_schema(batch.schema, schema, edge=message.edge)
+        messages.check_batch(batch, message)
         return batch
 
     def close(self) -> None:

@@ -12,8 +12,7 @@ from dataflow.folder import finished
 from dataflow.folder.ledger import Ledger
 from dataflow.history import resume
 from dataflow.records import GROUP_ID
-from dataflow.scheduler import agents, control
-from dataflow.scheduler.swaps import policy
+from dataflow.scheduler import agents, control, live_changes
 from dataflow.worker import host, ports
 from operators import prompts
 
@@ -55,7 +54,7 @@ def product(world: World) -> Iterator[None]:
         (finished.Finished, "append", appended),
         (resume, "_ledger", lambda folder, _: opened(folder.ledger)),
         (prompts, "ROWS_AT_ONCE", world.at_once),
-        (policy, "Scorer", SimulatedScorer),
+        (live_changes, "Scorer", SimulatedScorer),
         (host, "Scorer", SimulatedScorer),
     ):
         yield

@@ -10,9 +10,8 @@ import pyarrow as pa
 import pytest
 
 from transport.data import inbox, outbox
-from transport.data.frames import encode_schema
 from transport.data.inbox import Inbox
-from transport.data.messages import Hello, Welcome
+from transport.data.messages import Hello, Welcome, encode_schema
 from transport.data.outbox import Outbox, OutgoingBatch
 
 from .channels import SCHEMA, ChannelWorld, ReceivingProcess

@@ -11,8 +11,8 @@ import pytest
 from dataflow.folder.finished import Finished
 from dataflow.folder.ledger import Ledger
 from dataflow.folder.snapshot import SnapshotFile
-from dataflow.rules.admission import Admission
-from dataflow.scheduler import addresses, failover, host_policy, recovery, scaling
+from dataflow.rules import Admission
+from dataflow.scheduler import recovery, scaling
 from dataflow.scheduler.agents import Agents, HostMessages
 from dataflow.scheduler.events import HostJoined, KeptProcess, Send
 from dataflow.scheduler.state_machine import RunStateMachine
@@ -234,8 +234,8 @@ def a_scheduler_speaks_to_workers_that_have_not_found_it(patch: Patch) -> None:
         meets(record, *values)
         record.is_reachable = True
 
-    meets = failover._meet
-    patch.setattr(failover, "_meet", meet)
+    meets = recovery._meet
+    patch.setattr(recovery, "_meet", meet)
 
 
 def what_the_dead_scheduler_may_not_have_said_is_not_said_again(patch: Patch) -> None:
@@ -271,8 +271,8 @@ def a_successor_counts_attempts_from_the_start(patch: Patch) -> None:
         return due
 
     taken: list[Table] = []
-    takes_over, restarts = failover.take_over, recovery.restart
-    patch.setattr(failover, "take_over", take_over)
+    takes_over, restarts = recovery.take_over, recovery.restart
+    patch.setattr(recovery, "take_over", take_over)
     patch.setattr(recovery, "restart", restart)
 
 
@@ -286,8 +286,8 @@ def taken_for(patch: Patch, life: Life) -> None:
         record.life = life
         return adopt(table, record, process, now)
 
-    adopt = failover._adopt
-    patch.setattr(failover, "_adopt", adopted)
+    adopt = recovery._adopt
+    patch.setattr(recovery, "_adopt", adopted)
 
 
 def one_that_was_starting_is_taken_for_one_at_work(patch: Patch) -> None:
@@ -324,20 +324,20 @@ def a_host_that_is_back_keeps_what_it_has(patch: Patch) -> None:
     def anew(table: Table, event: HostJoined, now: float) -> Any:
         return joined(table, HostJoined(event.host), now)
 
-    joined = host_policy.joined
-    patch.setattr(host_policy, "joined", anew)
+    joined = recovery.host_joined
+    patch.setattr(recovery, "host_joined", anew)
 
 
 def silent_hosts_are_not_missed(patch: Patch) -> None:
-    patch.setattr(host_policy, "watch", lambda *_, **__: [])
+    patch.setattr(recovery, "watch_hosts", lambda *_, **__: [])
 
 
 def nobody_hears_where_a_worker_is_that_moved(patch: Patch) -> None:
-    patch.setattr(addresses, "_tell", lambda *_: [])
+    patch.setattr(scaling, "_tell", lambda *_: [])
 
 
 def what_a_lost_host_tells_counts(patch: Patch) -> None:
-    patch.setattr(host_policy, "counts", lambda *_: True)
+    patch.setattr(recovery, "is_current", lambda *_: True)
 
 
 def a_worker_is_spoken_to_where_an_agent_has_last_said_that_it_is(patch: Patch) -> None:
@@ -360,7 +360,7 @@ def a_worker_is_spoken_to_where_an_agent_has_last_said_that_it_is(patch: Patch) 
 
 
 def the_next_scheduler_does_not_meet_what_hosts_have(patch: Patch) -> None:
-    patch.setattr(failover, "meet", lambda *_: [])
+    patch.setattr(recovery, "meet", lambda *_: [])
 
 
 # Filters

@@ -12,8 +12,7 @@ from typing import Any
 import pytest
 
 from dataflow.folder.finished import Finished
-from dataflow.rules.admission import Admission
-from dataflow.rules.reorder_buffer import ReorderBuffer
+from dataflow.rules import Admission, ReorderBuffer
 from dataflow.runtime import Batch
 from dataflow.scheduler import recovery, state_machine
 from dataflow.worker.acknowledgements import Acknowledgements

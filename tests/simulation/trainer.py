@@ -14,7 +14,7 @@ import pyarrow as pa
 from dataflow.model import Model
 from dataflow.node import Learn, Traits
 from dataflow.records import GROUP_ID, VERSIONS
-from dataflow.rules.reorder_buffer import QueuedGroup, ReorderBuffer
+from dataflow.rules import QueuedGroup, ReorderBuffer
 from dataflow.runtime import Batch, Context, Runtime
 from dataflow.staleness import oldest_versions, sweep
 from operators.training.checkpoints.checkpoint import expected

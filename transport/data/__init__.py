@@ -1,14 +1,10 @@
 """The data plane: record batches between workers, in order, bounded by credit, acknowledged."""
 
-from transport.data.answers import AnswerSender
-from transport.data.channel import Network
 from transport.data.counts import EdgeCounts, EndCounts
-from transport.data.delivery import Delivery
-from transport.data.local import LocalInlet, LocalOutlet
-from transport.data.memory import keep_freed_memory
+from transport.data.local import Delivery, LocalInlet, LocalOutlet
 from transport.data.receiver import Receiver
-from transport.data.sender import Sender
-from transport.data.sockets import SocketNetwork
+from transport.data.sender import AnswerSender, Sender
+from transport.data.sockets import Network, SocketNetwork, keep_freed_memory
 from transport.security import Keys, make_keys
 
 __all__ = [

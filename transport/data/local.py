@@ -4,14 +4,60 @@ acknowledgement that hold between processes. Drive both ends from one thread.
 
 from collections import deque
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
 
 import pyarrow as pa
 
-from transport.data import frames
+from transport.data import messages
 from transport.data.counts import EndCounts
 from transport.data.credit import NONE, Credit, check_fits, cost, may_send
-from transport.data.delivery import Delivery
 from transport.errors import TransportError
+
+# One batch in the hands of a consumer, and its acknowledgement.
+
+
+@dataclass(kw_only=True, slots=True)
+class Delivery:
+    """One batch in the consumer's hands."""
+
+    batch: pa.RecordBatch
+    """The rows, checked; its buffers may lie in the memory of the message that brought them."""
+    sender: str
+    """Who sent it."""
+    epoch: int
+    """Incarnation of the sender."""
+    sequence: int
+    """Its number, 0, 1, 2, ... per sender and epoch; it goes on when this receiver left and joins
+    again."""
+    acknowledge: Callable[[str, int, int], None]
+    """The receiver's side, of all rows."""
+    acknowledge_rows: Callable[[str, int, int, int, int], None]
+    """The receiver's side, of some rows before the others."""
+
+    left: int = field(init=False)
+    """Rows that are not acknowledged."""
+
+    def __post_init__(self) -> None:
+        self.left = self.batch.num_rows
+
+    def ack(self) -> None:
+        """The consumer is done with all rows: credit returns, the sender forgets the batch. Twice
+        does no harm.
+        """
+        self.left = 0
+        self.acknowledge(self.sender, self.epoch, self.sequence)
+
+    def ack_rows(self, first: int, count: int) -> None:
+        """The consumer is done with some rows, each of which it names once. With the last of them
+        all is as after `ack`; before that the sender hears of them with the next `flush`, and the
+        batch keeps its credit.
+        """
+        self.left -= count
+        if self.left > 0:
+            self.acknowledge_rows(self.sender, self.epoch, self.sequence, first, count)
+        else:
+            self.acknowledge(self.sender, self.epoch, self.sequence)
+
 
 Acked = Callable[[Iterable[int]], None]
 
@@ -124,7 +170,7 @@ class LocalOutlet:
     def __init__(self, inlet: LocalInlet, *, most_rows: int | None = None) -> None:
         """most_rows: that may be unacknowledged; a larger batch travels alone."""
         self._inlet, self._most_rows = inlet, most_rows
-        self._encoder = frames.BatchEncoder(inlet.schema)
+        self._encoder = messages.BatchEncoder(inlet.schema)
 
     def grow(self, most_rows: int | None) -> None:
         if self._most_rows is not None and most_rows is not None:
@@ -151,7 +197,7 @@ class LocalOutlet:
             raise TransportError(
                 f"edge '{inlet.edge}' has ended; got one more batch; send before finish"
             )
-        frames.check_schema(batch.schema, inlet.schema, edge=inlet.edge)
+        messages.check_schema(batch.schema, inlet.schema, edge=inlet.edge)
         need = cost(batch.num_rows, self._encoder.size_bytes(batch))
         check_fits(need, inlet.capacity, edge=inlet.edge)
         rows = inlet.rows
@@ -159,7 +205,7 @@ class LocalOutlet:
             return False
         if self._most_rows is not None and rows and rows + need.rows > self._most_rows:
             return False
-        frames.check_valid(batch, f"a batch of '{inlet.sender}'")
+        messages.check_valid(batch, f"a batch of '{inlet.sender}'")
         inlet.put(batch, need, acked)
         return True
 

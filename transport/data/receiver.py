@@ -16,14 +16,13 @@ from typing import Any
 import pyarrow as pa
 import zmq
 
-from transport.data import frames
-from transport.data.channel import Arrival, Junk, Network
+from transport.data import messages
 from transport.data.counts import EndCounts
 from transport.data.credit import Credit
-from transport.data.delivery import Delivery
 from transport.data.inbox import Inbox, Replies
+from transport.data.local import Delivery
 from transport.data.messages import Data, Hello, Refusal
-from transport.data.sockets import SocketNetwork
+from transport.data.sockets import Arrival, Junk, Network, SocketNetwork
 from transport.errors import FrameError
 
 log = logging.getLogger(__name__)
@@ -239,7 +238,7 @@ class Receiver:
                     f"'{hello.sender}' sends on edge '{hello.edge}'; this is edge '{self.edge}'; "
                     "give it the address of its own edge"
                 )
-            frames.check_schema(frames.decode_schema(hello.schema), self.schema, edge=self.edge)
+            messages.check_schema(messages.decode_schema(hello.schema), self.schema, edge=self.edge)
         except FrameError as error:
             self._refuse(connection, str(error))
             self._listener.put(connection, Refusal(edge=hello.edge, reason=str(error)))

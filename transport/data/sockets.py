@@ -7,21 +7,180 @@ for minutes.
 """
 
 import contextlib
+import ctypes
+import sys
 import time
 from collections import deque
 from collections.abc import Hashable, Sequence
-from typing import Any, cast
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any, Protocol, cast
 
 import pyarrow as pa
 import zmq
 from zmq.utils.monitor import parse_monitor_message
 
-from transport.data import frames
-from transport.data.channel import Arrival, ConnectionEvent, Junk, Packed
-from transport.data.messages import MAX_HEADER_BYTES, Data, Message, decode_message, encode_message
+from transport.data import messages
+from transport.data.messages import (
+    MAX_HEADER_BYTES,
+    BatchEncoder,
+    Data,
+    Message,
+    decode_message,
+    encode_message,
+)
 from transport.errors import AddressError, FrameError
-from transport.reconnecting import watch
-from transport.security import Guard, Keys, check_address, present
+from transport.security import Guard, Keys, check_address, present, watch
+
+# Between what a channel promises and how its bytes travel: `Network`, `Connection`, `Listener`.
+#
+# `Sender` and `Receiver` keep the promises (order, credit, acknowledgement, redelivery) on any
+# `Network`, as `SocketNetwork` is. Within one process no bytes travel (`local`).
+
+
+class ConnectionEvent(Enum):
+    """What happens to a connection."""
+
+    UP = "up"
+    """The other side can be spoken to, perhaps for the first time, perhaps after a restart."""
+    LOST = "lost"
+    """It cannot; whatever was under way may be lost."""
+    REJECTED = "rejected"
+    """It does not accept our key."""
+    FAILED = "failed"
+    """Connecting was tried and did not work; it is tried again."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Arrival:
+    """A message at a receiver."""
+
+    connection: Hashable
+    """The connection that it came over."""
+    message: Message
+    """The message."""
+    payload: Any = None
+    """What came with a Data message, unopened."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Junk:
+    """Something at a receiver, or on a connection, that is no message."""
+
+    connection: Hashable
+    """The connection that it came over."""
+    reason: str
+    """What is wrong with it."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Packed:
+    """What travels for one batch, kept by the sender until it is acknowledged."""
+
+    content: Any
+    """The encoded body, or what the network makes of the batch."""
+    size_bytes: int
+    """Length of the encoded body."""
+    checksum: int
+    """xxh3_64 of the body; 0 where the network makes no bytes."""
+
+
+class Connection(Protocol):
+    """A sender's connection to one receiver."""
+
+    address: str
+    """Where the receiver is."""
+    sockets: Sequence[zmq.Socket[bytes]]
+    """What a poller may watch; the first carries the messages."""
+
+    def pack(self, batch: pa.RecordBatch, encoder: BatchEncoder, size_bytes: int) -> Packed:
+        """What travels for a batch; the same may go over several connections, and more than
+        once.
+        """
+
+    def put(self, message: Message, payload: Any = None) -> bool:
+        """Send, of the payload the part that a Data message names; False when the connection takes
+        nothing now.
+        """
+
+    def get(self) -> Message | ConnectionEvent | Junk | None:
+        """The next thing that happened; None when nothing did. Never blocks."""
+
+    def wait(self, timeout_s: float) -> None:
+        """Return when `get` has something, or after the timeout."""
+
+    def close(self) -> None:
+        """Let go of the connection."""
+
+
+class Listener(Protocol):
+    """A receiver's end of all its connections."""
+
+    address: str
+    """Where senders find it."""
+    sockets: Sequence[zmq.Socket[bytes]]
+    """What a poller may watch; the first carries the messages."""
+
+    def get(self, timeout_s: float) -> Arrival | Junk | None:
+        """The next thing that arrived, within the timeout."""
+
+    def waiting(self) -> bool:
+        """Whether something arrived that `get` did not return yet."""
+
+    def put(self, connection: Hashable, message: Message) -> None:
+        """Send an answer; for a lost connection it is dropped, as the sender will say Hello
+        again.
+        """
+
+    def assemble(self, begun: Any, payload: Any, message: Data) -> Any:
+        """What has come of a batch: `begun`, which is None at its first part, and the part in this
+        payload.
+
+        Raises FrameError for a part of another length, or of a batch that does not fit into
+        memory.
+        """
+
+    def open(self, body: Any, message: Data, schema: pa.Schema) -> pa.RecordBatch:
+        """The batch that `assemble` has whole, checked; raises FrameError."""
+
+    def close(self) -> None:
+        """Stop listening; the address is free when this returns."""
+
+
+class Network(Protocol):
+    """A way to reach other workers."""
+
+    def connect(self, address: str) -> Connection:
+        """Connect to a receiver, which may appear later."""
+
+    def listen(self, address: str, *, max_message_bytes: int, queue_messages: int) -> Listener:
+        """Listen at an address."""
+
+
+# Keeps freed memory in the process, so that a stream of large messages does not fault its pages in
+# again and again.
+
+
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
+KEPT_BYTES = 256 << 20
+
+
+def keep_freed_memory() -> bool:
+    """Tell glibc's malloc to keep up to 256 MiB of freed memory; whether it could be told.
+
+    By default every block above 128 KiB is mapped afresh, and the kernel zeroes its pages at each
+    use.
+    """
+    if sys.platform != "linux":
+        return False
+    try:
+        mallopt = ctypes.CDLL(None).mallopt
+    except AttributeError:
+        return False
+    return bool(mallopt(_M_MMAP_THRESHOLD, KEPT_BYTES // 8)) and bool(
+        mallopt(_M_TRIM_THRESHOLD, KEPT_BYTES)
+    )
+
 
 _RECONNECT_MS, _RECONNECT_MAX_MS = 20, 500
 _REPLY_LINGER_MS = 1_000
@@ -86,11 +245,13 @@ class SocketConnection:
         self._socket.connect(address)
         self.sockets: Sequence[zmq.Socket[bytes]] = (self._socket, self._monitor)
 
-    def pack(self, batch: pa.RecordBatch, encoder: frames.BatchEncoder, size_bytes: int) -> Packed:
+    def pack(
+        self, batch: pa.RecordBatch, encoder: messages.BatchEncoder, size_bytes: int
+    ) -> Packed:
         """The encoded batch, in memory that ZeroMQ owns or, for a large one, borrows."""
         body = encoder.encode(batch, size_bytes)
         content = zmq.Frame(body, copy=size_bytes < _COPY_BELOW_BYTES)
-        return Packed(content=content, size_bytes=size_bytes, checksum=frames.checksum(body))
+        return Packed(content=content, size_bytes=size_bytes, checksum=messages.checksum(body))
 
     def put(self, message: Message, payload: Any = None) -> bool:
         """Queue a message; False when ZeroMQ takes nothing."""
@@ -230,11 +391,11 @@ class SocketListener:
             raise FrameError(
                 f"a batch is cut; got {len(part)} bytes of {message.part_bytes}; send it again"
             )
-        return part if len(part) == message.bytes else frames.put_together(begun, part, message)
+        return part if len(part) == message.bytes else messages.put_together(begun, part, message)
 
     def open(self, body: Any, message: Data, schema: pa.Schema) -> pa.RecordBatch:
         """Decode and check, in the memory where it lies."""
-        return frames.decode_batch(body, message, schema)
+        return messages.decode_batch(body, message, schema)
 
     def close(self) -> None:
         """Stop listening; returns when the address is free."""

@@ -17,9 +17,7 @@ from dataflow.foresight.simulation.groups import SimulatedGroup
 from dataflow.foresight.simulation.scenario import GeneratorCosts, Scenario
 from dataflow.foresight.simulation.turns import SimulatedTurns
 from dataflow.foresight.simulation.usage import Usage
-from dataflow.rules.admission import Admission
-from dataflow.rules.leave import LINGER_STEPS, enough, leaves
-from dataflow.rules.room import starts
+from dataflow.rules import LINGER_STEPS, Admission, enough, leaves, starts
 from dataflow.staleness import Bound
 
 # How long a replica takes to carry its rollouts on until something happens that others notice.

@@ -24,9 +24,7 @@ from dataflow.foresight.simulation.scenario import Scenario, ScorerCosts
 from dataflow.foresight.simulation.turns import SimulatedTurns
 from dataflow.foresight.simulation.usage import Usage
 from dataflow.foresight.training import LAST
-from dataflow.rules.issue import issue_until
-from dataflow.rules.reorder_buffer import InOrder
-from dataflow.rules.room import queue_prompts, row_room
+from dataflow.rules import InOrder, issue_until, queue_prompts, row_room
 from dataflow.staleness import Bound, capacity, sweep
 from transport.data.credit import next_receiver
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from dataflow.foresight.simulation.clock import Clock
-from dataflow.rules.turn import decide
+from dataflow.rules import decide
 
 
 @dataclass(frozen=True)

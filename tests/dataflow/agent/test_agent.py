@@ -23,7 +23,7 @@ from dataflow.errors import RunError
 from dataflow.history.launch import Launch
 from dataflow.planning.hosts import Devices, Host
 from dataflow.runner import make_plan
-from dataflow.scheduler.agents_socket import AgentsSocket
+from dataflow.scheduler.host_agent import AgentsSocket
 from dataflow.system.addresses import own_address
 from dataflow.system.security import RunKeys
 

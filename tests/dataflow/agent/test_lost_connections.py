@@ -10,7 +10,7 @@ from rigs.machine import wait_until
 
 from dataflow.agent.agent import SchedulerSocket
 from dataflow.agent.messages import Alive, Failed, SendSignal
-from dataflow.scheduler.agents_socket import AgentsSocket
+from dataflow.scheduler.host_agent import AgentsSocket
 from dataflow.system.security import RunKeys
 from transport import numbered
 

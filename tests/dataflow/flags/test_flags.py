@@ -19,9 +19,8 @@ from dataflow import Graph, GraphError, main
 from dataflow.app import all_flags
 from dataflow.flags import config_file
 from dataflow.flags.declared import ALGORITHM, FIRST, Declared, Flag
-from dataflow.flags.help_page import page
 from dataflow.flags.run_flags import RUN_FLAGS
-from dataflow.flags.words import FlagError, split
+from dataflow.flags.words import FlagError, page, split
 
 TEXT = ("aipo", "grpo", "rloo", "dapo", "ppo", "distill", "sft")
 OWN = ("arithmetic", "sorting", "calculator", "guess", "products", "lake", "played_by_programs")

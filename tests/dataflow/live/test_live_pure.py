@@ -4,8 +4,7 @@ import pytest
 from starlette.datastructures import Headers
 
 from dataflow.display import EdgeSnapshot
-from dataflow.live.edges import data_edges
-from dataflow.live.looks import shares
+from dataflow.live.looks import data_edges, shares
 from dataflow.live.server import NotAdmitted, admit
 from dataflow.runs.drawing import name_edges, shapes
 

@@ -10,8 +10,7 @@ from under_way import told
 
 from dataflow.errors import RunError
 from dataflow.folder.run_folder import RunFolder
-from dataflow.live.looks import Looks
-from dataflow.live.marks import Marks
+from dataflow.live.looks import Looks, Marks
 from dataflow.live.series import Metrics
 
 LOSS = "trainer/loss"

@@ -19,7 +19,7 @@ from dataflow.planning.hosts import Devices
 from dataflow.planning.model_size import ModelSize
 from dataflow.planning.plan import Plan, plan
 from dataflow.testing import FakeGenerator, FakePrompts, FakeTrainer
-from dataflow.worker.fan_out import FanOut
+from dataflow.worker.weight_ports import FanOut
 
 POLICY = Model("policy")
 SIZES = {"policy": ModelSize(parameters=2_150_000)}

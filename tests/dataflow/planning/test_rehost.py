@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from dataflow import Devices, Graph, Model, Plan, plan, scorer
 from dataflow.node import Traits
 from dataflow.planning.hosts import Host
-from dataflow.planning.rehost import rehost
+from dataflow.planning.placing import rehost
 from dataflow.testing import FakeGenerator, FakePrompts, FakeTrainer
 from operators import Logprobs
 

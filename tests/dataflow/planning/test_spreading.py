@@ -11,8 +11,7 @@ from rigs.spreading import build
 from dataflow import Devices, GraphError, Plan, plan
 from dataflow.planning.hosts import Host
 from dataflow.planning.model_size import ModelSize
-from dataflow.planning.placing import divisions
-from dataflow.planning.rehost import rehost_ranks
+from dataflow.planning.placing import divisions, rehost_ranks
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@ first.
 
 from dataclasses import dataclass
 
-from dataflow.rules.admission import Admission
+from dataflow.rules import Admission
 from dataflow.staleness import Bound
 
 

@@ -84,7 +84,7 @@ def test_senders_hear_where_a_receiver_is_and_all_addresses_that_they_may_know_i
 def test_a_successor_of_the_scheduler_says_again_who_moved_and_reads_it_from_what_was_left() -> (
     None
 ):
-    from dataflow.scheduler.addresses import told_again
+    from dataflow.scheduler.scaling import told_again
 
     played = begun()
     again(played, "generator-0")

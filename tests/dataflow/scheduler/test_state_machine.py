@@ -93,7 +93,7 @@ def test_draining_stops_sources_and_trainers_and_skips_the_last_evaluation() -> 
 
 def test_a_graph_without_trainer_is_over_when_its_sinks_have_ended() -> None:
     graph = Graph("test")
-    from dataflow.collection import _Collect
+    from dataflow.runner import _Collect
 
     _Collect(name="sink")(FakeGenerator()(graph.source(FakePrompts())))
     c = RunStateMachine(graph, plan(graph, Devices(cpus=2)))

@@ -18,18 +18,18 @@ from dataflow.folder.faults import FILE
 from dataflow.folder.live_changes import Swap
 from dataflow.planning.hosts import Devices
 from dataflow.planning.plan import plan
+from dataflow.scheduler import live_changes
 from dataflow.scheduler.control import Limits, Scheduler
 from dataflow.scheduler.control_server import Client
 from dataflow.scheduler.events import Drain, Received
 from dataflow.scheduler.requests import Refused, Reply, SwapNode, Swapped
-from dataflow.scheduler.swaps import policy
-from dataflow.scheduler.swaps.swap_requests import LAST_WORD_S
+from dataflow.scheduler.swap_requests import LAST_WORD_S
 from dataflow.scheduler.table import Life, Table
 from dataflow.settable import RESTART, Settable
 from dataflow.testing import FakeEvaluate, FakeGenerator, FakePrompts, FakeTrainer
 from dataflow.worker.host import Settings
 from dataflow.worker.messages import Failed, Tried
-from dataflow.worker.swap_trial import TRIAL_S
+from dataflow.worker.swapped import TRIAL_S
 
 SOMEBODY = Client(b"somebody")
 STRICT = "rewards:strict"
@@ -296,7 +296,7 @@ def test_a_swap_that_the_end_of_the_run_overtakes_is_told(live: Swapping) -> Non
 
 def refused(table: Table, node: str) -> str:
     with pytest.raises(DataflowError) as error:
-        policy.check(table, node)
+        live_changes.check_swap(table, node)
     return str(error.value)
 
 
@@ -344,7 +344,7 @@ def test_a_node_that_is_not_there_is_refused_with_the_nearest_one(table: Table) 
 
 
 def test_a_worker_that_is_away_and_a_run_that_ends_take_nothing_in(table: Table) -> None:
-    record = policy.worker_of(table, "reward")
+    record = live_changes.worker_of(table, "reward")
     record.life = Life.DOWN
     assert f"'{record.name}', which runs 'reward', is down and not at work" in refused(
         table, "reward"
@@ -352,4 +352,4 @@ def test_a_worker_that_is_away_and_a_run_that_ends_take_nothing_in(table: Table)
     record.life, table.run.draining = Life.READY, True
     assert "the run is ending" in refused(table, "reward")
     table.run.draining = False
-    policy.check(table, "reward")
+    live_changes.check_swap(table, "reward")

@@ -10,7 +10,7 @@ from small_table import small_table
 
 from dataflow.folder.faults import FILE, Faults, describe_faults, read_faults, restarts
 from dataflow.limits import Limits
-from dataflow.scheduler import lifecycle
+from dataflow.scheduler import recovery
 from dataflow.scheduler.recovery import overdue
 from dataflow.scheduler.table import Failure, Life, Membership, Table, WorkerRecord, together
 from dataflow.system.files import to_json
@@ -82,7 +82,7 @@ def test_failures_of_an_attempt_count_by_cause_after_it() -> None:
     ],
 )
 def test_an_end_is_told_by_its_signal_or_its_status(status: int | None, said: str) -> None:
-    assert said in lifecycle.how(status)
+    assert said in recovery.how(status)
 
 
 def table(**more: Any) -> Table:

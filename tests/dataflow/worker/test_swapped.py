@@ -16,8 +16,7 @@ from dataflow.errors import GraphError
 from dataflow.folder.live_changes import Swap
 from dataflow.planning.hosts import Devices
 from dataflow.planning.plan import plan
-from dataflow.worker.swap_trial import tried
-from dataflow.worker.swapped import find, load, swapped
+from dataflow.worker.swapped import find, load, swapped, tried
 
 HEAD = "from dataflow import keep, scorer\n"
 STRICT = (

@@ -19,8 +19,7 @@ from dataflow.system.child import Child, fork
 from dataflow.system.rank_places import RankPlaces
 from dataflow.system.security import RunKeys
 from dataflow.worker.host import Settings
-from dataflow.worker.rank_host import RankHost
-from dataflow.worker.rank_line import FarRank, RankLine
+from dataflow.worker.rank_line import FarRank, RankHost, RankLine
 from operators.ranks.group import RankZeroStore
 from operators.ranks.team import Team, forked, on_their_hosts, run_rank
 

@@ -13,9 +13,9 @@ from typing import Any, cast
 import pyarrow as pa
 import zmq
 
-from transport.data import frames
-from transport.data.channel import Arrival, ConnectionEvent, Junk, Packed
+from transport.data import messages
 from transport.data.messages import Data, Message
+from transport.data.sockets import Arrival, ConnectionEvent, Junk, Packed
 from transport.errors import AddressError
 
 
@@ -64,7 +64,9 @@ class LocalConnection:
         self._token = 0
         self._replies: deque[Message] = deque()
 
-    def pack(self, batch: pa.RecordBatch, encoder: frames.BatchEncoder, size_bytes: int) -> Packed:
+    def pack(
+        self, batch: pa.RecordBatch, encoder: messages.BatchEncoder, size_bytes: int
+    ) -> Packed:
         """The batch itself: it is immutable."""
         return Packed(content=batch, size_bytes=size_bytes, checksum=0)
 
@@ -135,8 +137,8 @@ class LocalListener:
     def open(self, body: Any, message: Data, schema: pa.Schema) -> pa.RecordBatch:
         """The batch, checked as if it had come from elsewhere."""
         batch = cast(pa.RecordBatch, body)
-        frames.check_schema(batch.schema, schema, edge=message.edge)
-        frames.check_batch(batch, message)
+        messages.check_schema(batch.schema, schema, edge=message.edge)
+        messages.check_batch(batch, message)
         return batch
 
     def close(self) -> None:

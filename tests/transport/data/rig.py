@@ -9,9 +9,8 @@ import numpy as np
 import pyarrow as pa
 
 from transport.data import Delivery, Receiver, Sender, SocketNetwork
-from transport.data.channel import Connection, ConnectionEvent, Network
-from transport.data.frames import encode_schema
-from transport.data.messages import Hello, Message
+from transport.data.messages import Hello, Message, encode_schema
+from transport.data.sockets import Connection, ConnectionEvent, Network
 
 from .local_network import LocalNetwork
 

@@ -12,9 +12,9 @@ import pyarrow as pa
 import xxhash
 import zmq
 
-from transport.data import Receiver, Sender, SocketNetwork, frames
-from transport.data.channel import Connection
+from transport.data import Receiver, Sender, SocketNetwork, messages
 from transport.data.messages import Data, Hello, encode_message
+from transport.data.sockets import Connection
 
 from .mutations import Mutator, Parts, fields_of, header
 
@@ -59,7 +59,7 @@ def rows_of(rng: np.random.Generator, schema: pa.Schema = SCHEMA) -> pa.RecordBa
 
 def body_of(batch: pa.RecordBatch) -> bytes:
     """A batch as it travels; equal bodies are equal batches, byte for byte."""
-    encoder = frames.BatchEncoder(batch.schema)
+    encoder = messages.BatchEncoder(batch.schema)
     return bytes(encoder.encode(batch, encoder.size_bytes(batch)))
 
 
@@ -181,7 +181,7 @@ class Siege:
         if self.mutator.chance(0.25):
             hello = fields_of(self._hello())
             if self.mutator.chance(0.2):
-                hello |= {"edge": "other", "schema": frames.encode_schema(OTHER)}
+                hello |= {"edge": "other", "schema": messages.encode_schema(OTHER)}
             return [self.mutator.forged_header(hello, keep=("sender",))]
         body = self.mutator.forged_body(
             self.mutator.pick(self._bodies), self._bodies + self._others
@@ -211,7 +211,7 @@ class Siege:
                 edge="edge",
                 sender=self.liar,
                 epoch=1,
-                schema=frames.encode_schema(SCHEMA),
+                schema=messages.encode_schema(SCHEMA),
                 base=0,
                 next=0,
                 gone=(),

@@ -6,8 +6,7 @@ import pyarrow as pa
 import pytest
 
 from transport.data import EndCounts
-from transport.data.frames import BatchEncoder
-from transport.data.messages import Ack, Data, Refusal, Welcome
+from transport.data.messages import Ack, BatchEncoder, Data, Refusal, Welcome
 from transport.errors import (
     BatchTooLarge,
     PeerGone,

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from rigs.examples import examples
 
 from transport.data import Delivery, EndCounts, Receiver, Sender
-from transport.data.channel import ConnectionEvent
+from transport.data.sockets import ConnectionEvent
 
 from .local_network import LocalConnection, LocalNetwork
 from .rig import SCHEMA, firsts, make_batch

@@ -13,7 +13,7 @@ from msgspec import structs
 from rigs.examples import examples
 
 from transport.codec import Natural
-from transport.data import frames
+from transport.data import messages
 from transport.data.messages import (
     Ack,
     Data,
@@ -92,7 +92,7 @@ def batches(draw: st.DrawFn) -> pa.RecordBatch:
 
 def pack(batch: pa.RecordBatch) -> tuple[Data, bytes]:
     """A batch as its header and its body."""
-    encoder = frames.BatchEncoder(batch.schema)
+    encoder = messages.BatchEncoder(batch.schema)
     body = encoder.encode(batch, encoder.size_bytes(batch)).to_pybytes()
     return _header(body, batch.num_rows), body
 
@@ -105,7 +105,7 @@ def _header(body: bytes, rows: int) -> Data:
         sequence=5,
         rows=rows,
         bytes=len(body),
-        checksum=frames.checksum(body),
+        checksum=messages.checksum(body),
     )
 
 
@@ -113,7 +113,7 @@ def _header(body: bytes, rows: int) -> Data:
 @examples(200)
 def test_any_batch_comes_out_as_it_went_in(batch: pa.RecordBatch) -> None:
     header, body = pack(batch)
-    decoded = frames.decode_batch(body, header, batch.schema)
+    decoded = messages.decode_batch(body, header, batch.schema)
     assert decoded.equals(batch)
     assert decoded.schema.equals(batch.schema)
     assert pack(decoded)[1] == body
@@ -141,7 +141,7 @@ def test_any_flipped_byte_in_a_body_is_refused(batch: pa.RecordBatch, data: st.D
     damaged = bytearray(body)
     damaged[data.draw(st.integers(0, len(body) - 1))] ^= data.draw(st.integers(1, 255))
     with pytest.raises(FrameError):
-        frames.decode_batch(bytes(damaged), header, batch.schema)
+        messages.decode_batch(bytes(damaged), header, batch.schema)
 
 
 def test_every_single_flipped_bit_of_one_message_is_refused() -> None:
@@ -150,7 +150,7 @@ def test_every_single_flipped_bit_of_one_message_is_refused() -> None:
     packed = encode_message(header)
     for frame, decode in (
         (packed, decode_message),
-        (body, lambda damaged: frames.decode_batch(damaged, header, SCHEMA)),
+        (body, lambda damaged: messages.decode_batch(damaged, header, SCHEMA)),
     ):
         for position in range(len(frame)):
             for bit in range(8):
@@ -169,7 +169,7 @@ def test_a_forged_body_with_a_right_checksum_is_refused_or_sound(
     for _ in range(data.draw(st.integers(1, 3))):
         forged[data.draw(st.integers(0, len(forged) - 1))] = data.draw(st.integers(0, 255))
     try:
-        decoded = frames.decode_batch(
+        decoded = messages.decode_batch(
             bytes(forged), _header(bytes(forged), batch.num_rows), batch.schema
         )
     except FrameError:
@@ -192,7 +192,7 @@ def test_a_compressed_batch_is_refused_because_it_could_grow_beyond_its_credit(
             writer.write_batch(batch)
         body = sink.getvalue().to_pybytes()
         with pytest.raises(FrameError, match="is compressed"):
-            frames.decode_batch(body, _header(body, batch.num_rows), batch.schema)
+            messages.decode_batch(body, _header(body, batch.num_rows), batch.schema)
 
 
 def test_a_patched_offset_is_refused_before_anyone_reads_it() -> None:
@@ -202,7 +202,7 @@ def test_a_patched_offset_is_refused_before_anyone_reads_it() -> None:
     at = body.index(offsets)
     body[at + 4 : at + 8] = (1_000_000).to_bytes(4, "little")
     with pytest.raises(FrameError, match="not valid"):
-        frames.decode_batch(bytes(body), _header(bytes(body), 3), SCHEMA)
+        messages.decode_batch(bytes(body), _header(bytes(body), 3), SCHEMA)
 
 
 @given(
@@ -231,18 +231,20 @@ def test_sealed_junk_is_never_a_message(value: object) -> None:
 @given(st.binary(max_size=300))
 def test_a_junk_body_with_a_right_checksum_is_refused(junk: bytes) -> None:
     with pytest.raises(FrameError):
-        frames.decode_batch(junk, _header(junk, 0), SCHEMA)
+        messages.decode_batch(junk, _header(junk, 0), SCHEMA)
 
 
 def test_another_schema_or_row_count_is_refused() -> None:
     batch = make_batch(0, rows=2)
     header, body = pack(batch)
     with pytest.raises(SchemaMismatch, match="missing \\['other'\\], not expected \\['tokens'\\]"):
-        frames.decode_batch(body, header, pa.schema([SCHEMA.field("value"), ("other", pa.int8())]))
+        messages.decode_batch(
+            body, header, pa.schema([SCHEMA.field("value"), ("other", pa.int8())])
+        )
     with pytest.raises(SchemaMismatch, match="different order"):
-        frames.decode_batch(body, header, pa.schema(list(reversed(list(SCHEMA)))))
+        messages.decode_batch(body, header, pa.schema(list(reversed(list(SCHEMA)))))
     with pytest.raises(FrameError, match="2 rows"):
-        frames.decode_batch(body, structs.replace(header, rows=3), SCHEMA)
+        messages.decode_batch(body, structs.replace(header, rows=3), SCHEMA)
 
 
 @pytest.mark.parametrize("shift", range(9))
@@ -250,7 +252,7 @@ def test_bytes_may_lie_anywhere_in_memory(shift: int) -> None:
     batch = make_batch(0, rows=5)
     header, body = pack(batch)
     shifted = memoryview(bytes(shift) + body)[shift:]
-    decoded = frames.decode_batch(shifted, header, SCHEMA)
+    decoded = messages.decode_batch(shifted, header, SCHEMA)
     assert decoded.equals(batch)
     assert all(
         buffer.address % 4 == 0 for buffer in decoded["tokens"].buffers() if buffer is not None
@@ -262,5 +264,5 @@ def test_large_batches_are_decoded_without_a_copy() -> None:
     buffer = pa.py_buffer(body)
     if buffer.address % 8:
         pytest.skip("this interpreter lays bytes out otherwise")
-    values = frames.decode_batch(buffer, header, SCHEMA)["tokens"].flatten().buffers()[1]
+    values = messages.decode_batch(buffer, header, SCHEMA)["tokens"].flatten().buffers()[1]
     assert buffer.address <= values.address < buffer.address + buffer.size

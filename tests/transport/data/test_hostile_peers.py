@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 import zmq
 
-from transport import reconnecting
-from transport.data import Keys, Receiver, Sender, SocketNetwork, frames, make_keys
+from transport import security
+from transport.data import Keys, Receiver, Sender, SocketNetwork, make_keys, messages
 from transport.data.messages import Ack, Hello, Welcome, encode_message
 
 from .mutations import Mutator, fields_of, header
@@ -79,7 +79,7 @@ def check_that_silent_peers_are_cut_off(count: int, keyed: bool) -> None:
 def test_connections_that_say_nothing_are_cut_off_and_hold_nobody_up(
     monkeypatch: pytest.MonkeyPatch, keyed: bool
 ) -> None:
-    monkeypatch.setattr(reconnecting, "HANDSHAKE_MS", 300)
+    monkeypatch.setattr(security, "HANDSHAKE_MS", 300)
     check_that_silent_peers_are_cut_off(60, keyed)
 
 
@@ -87,7 +87,7 @@ def test_connections_that_say_nothing_are_cut_off_and_hold_nobody_up(
 def test_a_receiver_that_silent_peers_leave_no_files_goes_on_and_recovers(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(reconnecting, "HANDSHAKE_MS", 500)
+    monkeypatch.setattr(security, "HANDSHAKE_MS", 500)
     receiver = listening(None)
     present = _sender_to(receiver)
     connect(present, to=receiver)
@@ -152,7 +152,7 @@ def test_answers_to_a_peer_that_never_reads_do_not_pile_up(ipc: Rig) -> None:
             edge="edge",
             sender="sender",
             epoch=0,
-            schema=frames.encode_schema(SCHEMA),
+            schema=messages.encode_schema(SCHEMA),
             base=0,
             next=0,
             gone=(),

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from rigs.examples import examples
 
 from transport.data import Delivery, LocalInlet, LocalOutlet, Receiver, Sender
-from transport.data.frames import BatchEncoder
+from transport.data.messages import BatchEncoder
 from transport.errors import BatchTooLarge, FrameError, SchemaMismatch, TransportError
 
 from .local_network import LocalNetwork

@@ -4,8 +4,7 @@ import pyarrow as pa
 import pytest
 from msgspec import structs
 
-from transport.data.frames import BatchEncoder
-from transport.data.messages import Ack, Data, Refusal, Welcome
+from transport.data.messages import Ack, BatchEncoder, Data, Refusal, Welcome
 
 from .rig import SCHEMA, RawConnection, Rig, connect, drain, firsts, make_batch, settle, take, until
 

@@ -7,10 +7,10 @@ from typing import Any
 from msgspec.structs import replace
 
 from transport.data.credit import Credit
-from transport.data.frames import encode_schema
-from transport.data.inbox import Inbox, Replies
-from transport.data.messages import Ack, Data, Hello, Message, Welcome
+from transport.data.inbox import Inbox
+from transport.data.messages import Ack, Data, Hello, Message, Welcome, encode_schema
 from transport.data.outbox import Outbox
+from transport.data.receiver import Replies
 
 from .rig import SCHEMA
 

@@ -16,8 +16,7 @@ import xxhash
 import zmq
 
 from transport.errors import AddressError
-from transport.reconnecting import watch
-from transport.security import Guard, RunKeys, present
+from transport.security import Guard, RunKeys, present, watch
 from transport.weights.errors import AddressTaken
 from transport.weights.protocol.messages import MESSAGE_BYTES
 

@@ -4,35 +4,24 @@ swapped in.
 
 import dataclasses
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol
 
 from dataflow.errors import DataflowError
 from dataflow.folder.live_changes import Swap
-from dataflow.scheduler.control_server import Client
+from dataflow.scheduler import live_changes
+from dataflow.scheduler.control_server import Client, ControlServer
 from dataflow.scheduler.requests import Refused, Reply, SwapNode, Swapped
-from dataflow.scheduler.swaps import policy
 from dataflow.scheduler.table import Life, Table, WorkerRecord
-from dataflow.worker import swap_trial
+from dataflow.worker import swapped
 from dataflow.worker.host import Settings
 from dataflow.worker.messages import FromWorker, Tried
-from dataflow.worker.swap_trial import TRIAL_S
+from dataflow.worker.swapped import TRIAL_S
 
 READY_S = 20.0
 """Seconds for a worker to be ready with it; then the requester is told that it starts."""
 LAST_WORD_S = 1.0
 """Seconds for a trial's messages to arrive after its end."""
-
-
-class TrialServer(Protocol):
-    """What it uses of `ControlServer`."""
-
-    def spawn(self, name: str, settings: Mapping[str, Any], heavy: bool, keeps: bool) -> None:
-        """Ask for a process."""
-
-    def dismiss(self, name: str) -> None:
-        """End a process that is no worker, and forget it."""
 
 
 @dataclass
@@ -61,7 +50,7 @@ class SwapRequests:
     def __init__(
         self,
         table: Table,
-        server: TrialServer,
+        server: ControlServer,
         settings_of: Callable[[WorkerRecord], Settings],
         swap_in: Callable[[Swap], None],
         reply: Callable[[Client, SwapNode, Reply], None],
@@ -77,7 +66,7 @@ class SwapRequests:
     def ask(self, client: Client, request: SwapNode) -> None:
         """Begin with a request, or say at once why not."""
         try:
-            policy.check(self._table, request.node)
+            live_changes.check_swap(self._table, request.node)
         except DataflowError as error:
             self._reply(client, request, Refused(str(error)))
             return
@@ -101,19 +90,19 @@ class SwapRequests:
         )
         self._table.last_ticket += 1
         settings = dataclasses.replace(
-            self._settings_of(policy.worker_of(self._table, request.node)),
-            worker=swap_trial.NAME,
+            self._settings_of(live_changes.worker_of(self._table, request.node)),
+            worker=swapped.NAME,
             replica=self._table.last_ticket,
             attempt=0,
             tries=swap,
         )
-        trial = f"{swap_trial.NAME}-{settings.replica}"
+        trial = f"{swapped.NAME}-{settings.replica}"
         self._server.spawn(trial, dataclasses.asdict(settings), False, False)
         self._pending = _PendingSwap(client, request, swap, trial, self._clock() + TRIAL_S)
 
     def hear(self, name: str, message: FromWorker) -> bool:
         """Take in what a trial says; whether it is one, be it that of a swap which is over."""
-        if name in self._table.workers or not name.startswith(f"{swap_trial.NAME}-"):
+        if name in self._table.workers or not name.startswith(f"{swapped.NAME}-"):
             return False
         if isinstance(message, Tried) and self._pending is not None and self._pending.trial == name:
             self._judge(self._pending, message)
@@ -151,8 +140,8 @@ class SwapRequests:
         elif not swaps.worker and swaps.taken_back:
             self._refuse(pending, f"{swaps.taken_back}; it goes on with the operator before")
         elif not swaps.worker:
-            self._done(pending, Swapped(policy.told(pending.swap)))
-        elif policy.worker_of(self._table, pending.swap.node).life is Life.GONE:
+            self._done(pending, Swapped(live_changes.swap_told(pending.swap)))
+        elif live_changes.worker_of(self._table, pending.swap.node).life is Life.GONE:
             self._done(
                 pending, Refused(f"the run has ended before '{swaps.worker}' could start again")
             )
@@ -172,7 +161,7 @@ class SwapRequests:
             self._refuse(pending, message.error)
             return
         try:
-            policy.check(self._table, pending.swap.node)  # it has changed meanwhile
+            live_changes.check_swap(self._table, pending.swap.node)  # it has changed meanwhile
         except DataflowError as error:
             self._refuse(pending, str(error))
             return
