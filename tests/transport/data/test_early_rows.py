@@ -9,7 +9,7 @@ from transport.data.credit import Credit
 from transport.data.inbox import Inbox
 from transport.data.messages import Ack, Data, Hello, Welcome
 from transport.data.outbox import Outbox, OutgoingBatch
-from transport.data.receiver import MOST_EARLY
+from transport.data.inbox import MOST_EARLY
 
 from .rig import Rig, connect, make_batch, settle, take, until
 
