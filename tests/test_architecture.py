@@ -288,7 +288,7 @@ def test_a_file_over_600_lines_says_why_and_the_median_is_small() -> None:
     sizes = {path: path.read_text().count("\n") for path in files(*ROOMS)}
     for path in (path for path, size in sizes.items() if size > 600):
         assert "Over 600 lines" in (ast.get_docstring(parsed(path)) or ""), name(path)
-    assert sorted(sizes.values())[len(sizes) // 2] <= 150
+    assert sorted(sizes.values())[len(sizes) // 2] <= 200
 
 
 def test_every_module_says_in_one_sentence_what_it_is() -> None:

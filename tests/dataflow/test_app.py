@@ -3,6 +3,8 @@
 import contextlib
 import os
 import re
+import signal
+import subprocess
 import sys
 from pathlib import Path
 
@@ -12,7 +14,7 @@ from dataflow import Graph, GraphError, Model, RunError, cli, inline, main, run,
 from dataflow.folder.run_folder import RunFolder
 from dataflow.history.launch import recorded_launch
 from dataflow.testing import FakeGenerator, FakePrompts, FakeTrainer
-from graphs import sorting
+from graphs import played_by_programs, sorting
 from operators import Generator, Trainer
 from operators.credit import advantage
 
@@ -105,6 +107,32 @@ def test_explain_refuses_a_model_that_is_not_there_as_the_run_does(
     assert said in errors[0] and errors[0] == errors[1]
 
 
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (("--steps", "0"), "at least 1 step"),
+        (("--keep-steps", "-1"), "the last 0 steps or more"),
+        (("--track", "wandbb"), "did you mean 'wandb'"),
+        (("--resume", "runs/nope"), "no run folder"),
+    ],
+)
+def test_explain_refuses_the_flags_that_the_run_would_refuse(
+    flags: tuple[str, ...], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert status_of("--explain", *flags) == 1
+    assert said in capsys.readouterr().err
+
+
+def test_a_program_that_adds_to_its_policy_is_explained_before_that_is_made(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    main(played_by_programs.build, args=["--explain"])
+    assert "a warm start of 300 steps makes it" in capsys.readouterr().out and not any(
+        tmp_path.iterdir()
+    )
+
+
 @pytest.mark.parametrize("looks", [("--explain",), ("--draw", "g.svg"), ("--foresee", "2xcpu")])
 def test_whoever_looks_at_a_graph_trains_no_warm_start_and_is_told_as_if_it_were_there(
     looks: tuple[str, ...],
@@ -139,6 +167,31 @@ def test_a_refused_graph_ends_with_status_1_and_one_message(
     assert re.search(r"GraphError: 'prompts' ends after 4 prompts", capsys.readouterr().err)
 
 
+def test_devices_that_are_not_there_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert status_of("--gpus", "generator=600", "--draw", "plan.svg") == 1
+    assert "600 GPUs" in capsys.readouterr().err
+    main(build, args=["--gpus", "generator=600", "--explain"])
+    assert "foreseen: the plan on 600 GPUs of no kind" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "text", ["generator", "generator=", "=a", "generator=a+", "generator=a,generator=b"]
+)
+def test_an_unreadable_place_is_refused(text: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert status_of("--place", text, "--explain") == 1
+    assert re.search(r"--place is '.*', which cannot be read at", capsys.readouterr().err)
+
+
+def test_hosts_are_read_as_names_even_where_these_are_numbers(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert status_of("--place", "generator=1+2,trainer=c", "--explain") == 1
+    said = re.sub(r"\s+", " ", capsys.readouterr().err)
+    assert (
+        "{'generator': ('1', '2'), 'trainer': ('c',)}, but this run has this machine alone" in said
+    )
+
+
 def test_a_path_longer_than_any_file_systems_is_refused(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -160,6 +213,19 @@ def test_a_parameter_that_is_a_flag_of_every_run_is_refused() -> None:
 
     with pytest.raises(GraphError, match="'clashing' has a parameter 'steps'.*call it otherwise"):
         main(clashing, args=[])
+
+
+def test_the_command_verifies_and_shows_a_run(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    result = run(build(), on=inline(), steps=4, runs=tmp_path, quiet=True)
+    assert (result.steps, result.verdict.clean) == (4, True)
+    for command, said in {"verify": "clean: ", "show": "ledger"}.items():
+        monkeypatch.setattr(sys, "argv", ["dataflow", command, str(result.folder)])
+        with pytest.raises(SystemExit) as ended:
+            cli.main()
+        assert ended.value.code == 0
+        assert said in capsys.readouterr().out
 
 
 def typed(*words: str) -> int | str | None:
@@ -212,6 +278,15 @@ def test_what_is_mistyped_is_told_with_what_was_meant(
     assert typed(*words) == 2
     captured = capsys.readouterr()
     assert said in captured.out + captured.err
+
+
+def test_a_reader_that_has_enough_ends_the_command_without_a_word() -> None:
+    read, write = os.pipe()
+    os.close(read)
+    command = [sys.executable, "-m", "dataflow", "list", "--help"]
+    found = subprocess.run(command, stdout=write, stderr=subprocess.PIPE, timeout=60)
+    os.close(write)
+    assert (found.returncode, found.stderr) == (128 + signal.SIGPIPE, b"")
 
 
 def test_a_swap_names_a_file_from_where_it_is_typed(

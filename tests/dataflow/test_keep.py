@@ -11,7 +11,7 @@ import pyarrow as pa
 import pytest
 from rigs.columns import check_columns
 
-from dataflow import GraphError, keep
+from dataflow import GraphError, join, keep
 from dataflow.graph import Graph
 from dataflow.node import Stream
 from dataflow.records import DROP_REASON, ERROR, GROUP_ID, ROLLOUT_ID, Array
@@ -90,12 +90,29 @@ def test_a_filter_is_an_operator_that_reads_columns_and_adds_the_reason() -> Non
     )
 
 
+def test_a_filter_called_with_plain_values_is_the_function() -> None:
+    assert has_signal(np.array([0.0, 1.0])) and not has_signal(np.ones(2))
+
+
 @pytest.mark.parametrize("isolate", [True, False])
 def test_groups_that_it_says_false_of_carry_its_name_and_all_rows_go_on(isolate: bool) -> None:
     made = keep(isolate=isolate)(has_signal.function)
     found = passed_through(made, rows([0.0, 1.0, 1.0, 1.0, 0.5, 0.0]))
     assert reasons(found) == [None, None, "has_signal", "has_signal", None, None]
     assert found.drop_columns([DROP_REASON]).equals(rows([0.0, 1.0, 1.0, 1.0, 0.5, 0.0]))
+
+
+def test_the_first_filter_that_drops_names_the_reason_and_those_behind_it_are_not_asked() -> None:
+    asked: list[list[float]] = []
+
+    @keep(isolate=False)
+    def late(reward: Array) -> bool:
+        asked.append(reward.tolist())
+        return False
+
+    found = passed_through(late, passed_through(has_signal, rows([1.0, 1.0, 0.0, 1.0])))
+    assert reasons(found) == ["has_signal", "has_signal", "late", "late"]
+    assert asked == [[0.0, 1.0]]
 
 
 @pytest.mark.parametrize("per", ["row", "group"])
@@ -113,6 +130,13 @@ def test_a_scorer_behind_it_leaves_dropped_rows_alone(per: Any) -> None:
     assert found.column("tenfold").to_pylist() == [None, None, 0.0, 10.0]
     assert found.column(ERROR).null_count == 4
     assert sum(np.size(call) for call in calls) == 2
+
+
+def test_it_sees_the_good_rows_alone_and_is_not_asked_where_there_are_none() -> None:
+    errors = pa.array([None, "reward: bad", "reward: bad", "reward: bad"], pa.string())
+    found = passed_through(has_signal, rows([1.0, None, None, None], **{ERROR: errors}))
+    assert reasons(found) == ["has_signal", None, None, None]
+    assert found.column(ERROR).equals(errors)
 
 
 @pytest.mark.parametrize(
@@ -182,6 +206,24 @@ def test_a_column_that_the_filter_reads_must_be_there() -> None:
         has_signal(FakeGenerator()(g.source(FakePrompts())))
 
 
+def test_several_filters_in_a_row_share_the_column_and_branches_meet_again() -> None:
+    g, stream, trainer = graph()
+    trainer(join(not_easy(has_signal(stream)), keep(name="short")(has_signal.function)(stream)))
+    g.check()
+
+
+def test_a_drop_on_any_branch_is_one_behind_the_join() -> None:
+    from dataflow.scoring.joining import JoinRuntime
+
+    sources = {"prompts": ("a", "b")}
+    runtime = JoinRuntime(Context(node="join", origins=sources))
+    both = rows([1.0, 1.0, 0.0, 1.0])
+    runtime.push(Batch("prompts", passed_through(not_easy.configured(most=9.0), both), "a"))
+    runtime.push(Batch("prompts", passed_through(has_signal, both), "b"))
+    merged = [batch.records for batch in runtime.work() or []]
+    assert [reasons(batch) for batch in merged] == [["has_signal", "has_signal"], [None, None]]
+
+
 def test_an_evaluation_behind_a_filter_is_refused() -> None:
     g, stream, trainer = graph()
     trainer(has_signal(stream))
@@ -196,3 +238,10 @@ def test_an_evaluation_behind_a_filter_is_refused() -> None:
 
 def has_length(length: Array) -> bool:
     return bool(length.max() > 0)
+
+
+def test_a_filter_may_look_at_groups_of_a_single_rollout() -> None:
+    g = Graph("filters")
+    stream = FakeGenerator(group_size=1)(g.source(FakePrompts()))
+    FakeTrainer()(keep(name="long")(has_length)(scorer(name="length")(lambda_free)(stream)))
+    g.check()

@@ -4,6 +4,7 @@ down.
 
 import re
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
@@ -87,6 +88,8 @@ ADAPTED, OTHER = (
     Model("policy", lora=LoRA(rank=4)),
     Model("other", lora=LoRA(rank=4), is_frozen=True),
 )
+
+
 REFUSED: dict[Callable[[], object], str] = {
     lambda: build(
         every=0
@@ -133,6 +136,10 @@ def test_what_cannot_be_refreshed_is_refused(wrong: Callable[[], object]) -> Non
     assert re.search(REFUSED[wrong], str(caught.value), re.DOTALL), str(caught.value)
 
 
+def test_adapters_refresh_a_reader_of_the_model_that_is_trained() -> None:
+    build(policy=ADAPTED, reference=ADAPTED)
+
+
 def test_an_unfrozen_model_that_is_frozen_nowhere_may_still_not_change_by_itself() -> None:
     graph, generator, trainer = (
         Graph("test"),
@@ -145,6 +152,15 @@ def test_an_unfrozen_model_that_is_frozen_nowhere_may_still_not_change_by_itself
         GraphError, match="reads frozen 'policy', which never changes; .* or refresh it with every="
     ):
         graph.feedback(trainer.weights, own, max_staleness=1)
+
+
+@pytest.mark.parametrize(("decay", "told"), [(0.0, "every 10"), (0.99, "average 0.99, every 10")])
+@pytest.mark.parametrize("kind", ["svg", "html", "mmd", "dot"])
+def test_the_picture_says_how_often_and_what(
+    decay: float, told: str, kind: str, tmp_path: Path
+) -> None:
+    graph = build(decay=decay)
+    assert told in graph.draw(tmp_path / f"graph.{kind}", plan(graph, Devices(cpus=4))).read_text()
 
 
 def test_the_plan_names_the_executor_of_the_edge_and_what_the_trainer_keeps() -> None:
@@ -180,6 +196,14 @@ def test_readers_are_told_apart_by_the_versions_that_they_get() -> None:
     (refresh,) = refreshes_of(graph, "trainer")
     assert refresh == Refresh(every=3, decay=0.5)
     assert [reader.name for reader in readers_of(graph, "trainer", refresh)] == ["ref_logprobs"]
+
+
+def test_a_swapped_graph_keeps_its_averages() -> None:
+    graph = build(every=3, decay=0.5)
+    other = graph.swap("trainer", FakeTrainer(model=POLICY, prompts_per_step=2))
+    assert [(f.refresh, f.weights.decay, f.max_staleness) for f in other.feedbacks] == [
+        (f.refresh, f.weights.decay, f.max_staleness) for f in graph.feedbacks
+    ]
 
 
 def test_a_run_is_not_resumed_with_another_refresh() -> None:

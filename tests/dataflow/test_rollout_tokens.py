@@ -7,8 +7,8 @@ import pyarrow as pa
 import pytest
 
 from dataflow.errors import RecordError
-from dataflow.records import MASK, ROLLOUT_ID
-from dataflow.tokens.rollout_tokens import KINDS, RolloutTokens, SamplingMask
+from dataflow.records import MASK, ROLLOUT_ID, SAMPLING_MASK
+from dataflow.tokens.rollout_tokens import COLUMNS, KINDS, RolloutTokens, SamplingMask
 
 
 def rollout(prompt: int, drawn: int, version: int = 3, masks: bool = True) -> RolloutTokens:
@@ -52,6 +52,14 @@ def test_a_prompt_is_nobodys_and_a_completion_is_the_policys() -> None:
 
 
 @pytest.mark.parametrize("masks", [False, True])
+def test_slices_end_to_end_are_the_whole(masks: bool) -> None:
+    tokens = rollout(3, 8, masks=masks)
+    for at in range(len(tokens) + 1):
+        assert facts(RolloutTokens.joined([tokens[:at], tokens[at:]])) == facts(tokens)
+    assert facts(tokens.take(np.arange(2, 7))) == facts(tokens[2:7])
+
+
+@pytest.mark.parametrize("masks", [False, True])
 def test_columns_give_the_tokens_back(masks: bool) -> None:
     first, second = rollout(2, 5, masks=masks), rollout(4, 3, version=7, masks=masks)
     rows = table(first, RolloutTokens.joined(()), second)
@@ -61,6 +69,14 @@ def test_columns_give_the_tokens_back(masks: bool) -> None:
     )
     again, _ = RolloutTokens.of_rows(rows.take(pa.array([2, 0])).combine_chunks())
     assert facts(again) == facts(RolloutTokens.joined([second, first]))
+
+
+def test_what_truncation_left_nothing_out_of_is_null() -> None:
+    assert table(rollout(1, 3)).column(SAMPLING_MASK).to_pylist() == [[None, None, [1], [2, 3]]]
+    assert set(table(rollout(1, 3), sampling_mask=False).column_names) == {
+        ROLLOUT_ID,
+        *COLUMNS.values(),
+    }
 
 
 def test_lists_of_unequal_length_are_refused_by_name() -> None:

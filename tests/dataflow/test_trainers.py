@@ -17,8 +17,11 @@ from dataflow.planning.hosts import Devices
 from dataflow.planning.plan import Plan, plan
 from dataflow.planning.wiring import bounds_at, context_facts, edges
 from dataflow.records import Columns
+from dataflow.scheduler.state_machine import RunStateMachine
 from dataflow.staleness import Bound
+from dataflow.structure import feeding, leading, lines_of, own_folder
 from dataflow.testing import FakeEvaluate, FakeGenerator, FakePrompts, FakeTrainer
+from dataflow.worker.messages import NodeCommand
 
 ACTOR, CRITIC = Model("actor"), Model("critic")
 
@@ -61,6 +64,32 @@ def bounds(graph: Graph, planned: Plan, node: str) -> dict[str, Bound]:
     return bounds_at(graph, planned, graph.operators[node])
 
 
+def test_the_trainer_that_feeds_the_generator_leads(graph: Graph) -> None:
+    assert {
+        source: feedback.weights.trainer.name for source, feedback in feeding(graph).items()
+    } == {"prompts": "actor"}
+    assert leading(graph) == ["actor"]
+
+
+def test_only_trainers_among_several_have_folders_of_their_own(graph: Graph) -> None:
+    assert [own_folder(graph, node) for node in ("actor", "critic", "eval")] == [
+        "actor",
+        "critic",
+        None,
+    ]
+    alone, trainer = Graph("alone"), FakeTrainer(model=ACTOR)
+    trainer(FakeGenerator()(alone.source(FakePrompts())))
+    assert own_folder(alone, "trainer") is None
+
+
+def test_evaluations_have_folders_of_their_own_where_there_are_several(graph: Graph) -> None:
+    two = Graph("two")
+    rows = FakeGenerator()(two.source(FakePrompts()))
+    for name in ("often", "seldom"):
+        FakeEvaluate(name=name)(rows)
+    assert [own_folder(two, name) for name in ("often", "seldom")] == ["often", "seldom"]
+
+
 def test_a_source_is_bounded_by_the_trainer_of_its_generator_whatever_the_order_of_feedbacks(
     planned: Plan,
 ) -> None:
@@ -82,11 +111,70 @@ def test_each_operator_counts_versions_and_steps_of_the_trainer_whose_weights_it
     }
 
 
+def test_the_source_issues_enough_for_the_trainer_that_takes_most(
+    graph: Graph, planned: Plan
+) -> None:
+    assert bounds(graph, planned, "prompts")["prompts"] == Bound(
+        max_staleness=3, prompts_per_step=48, steps=7
+    )
+
+
+def test_with_one_trainer_all_have_the_same_bound() -> None:
+    g, generator, trainer = Graph("one"), FakeGenerator(model=ACTOR), FakeTrainer(model=ACTOR)
+    trainer(reward(generator(g.source(FakePrompts()))))
+    g.feedback(trainer.weights, generator, max_staleness=1)
+    made = plan(g, Devices(cpus=2), steps=3)
+    for node in g.operators:
+        assert context_facts(g, made, node)["bounds"] == {
+            "prompts": Bound(max_staleness=1, prompts_per_step=8, steps=3)
+        }
+
+
 def test_an_edge_into_a_critic_holds_what_the_generator_may_have_in_flight_and_a_step_of_its_own(
     graph: Graph,
 ) -> None:
     last = next(edge for edge in edges(graph) if edge.consumer == "critic")
     assert last.capacity_rows >= ((3 + 1) * 32 + 48) * 64
+
+
+def test_the_run_s_step_is_that_of_the_trainer_that_leads(graph: Graph, planned: Plan) -> None:
+    state = RunStateMachine(graph, planned)
+    state.start()
+    state.hear("eval", {"round": 0})
+    assert state.hear("critic", {"step": 12}) == []
+    assert state.hear("actor", {"step": 10}) == [NodeCommand("held_out", {"evaluate": 10})]
+    assert state.step == 10
+
+
+def test_a_run_is_over_when_all_trainers_are_done(graph: Graph, planned: Plan) -> None:
+    state = RunStateMachine(graph, planned)
+    state.start()
+    state.hear("eval", {"round": 0})
+    state.hear("actor", {"step": 7, "done": 1})
+    assert state.phase == "training"
+    state.hear("critic", {"step": 7, "done": 1})
+    assert state.phase == "last_evaluation"
+
+
+def test_a_source_hears_the_most_that_one_of_its_trainers_has_dropped(
+    graph: Graph, planned: Plan
+) -> None:
+    state = RunStateMachine(graph, planned)
+    state.start()
+    assert state.hear("actor", {"dropped": 3}) == [NodeCommand("prompts", {"dropped": 3})]
+    assert state.hear("critic", {"dropped": 2}) == []
+    assert state.hear("critic", {"dropped": 4}) == [NodeCommand("prompts", {"dropped": 4})]
+
+
+def test_lines_of_a_trainer_leave_out_the_steps_of_others_and_keep_evaluations() -> None:
+    lines = [
+        {"node": "actor", "step": 1, "loss": 0.1},
+        {"node": "critic", "step": 1, "loss": 9.0},
+        {"step": 1, "eval_accuracy": 0.5},
+    ]
+    assert lines_of(lines, "actor") == [lines[0], lines[2]]
+    assert lines_of(lines, None) == lines
+    assert lines_of([{"step": 1, "loss": 0.1}], "actor") == [{"step": 1, "loss": 0.1}]
 
 
 def test_what_one_trainer_has_trained_is_in_flight_for_the_other_alone(tmp_path: Path) -> None:
@@ -129,6 +217,23 @@ def test_the_age_of_rollouts_is_judged_by_the_trainer_whose_versions_they_have(
         == "actor: 1 group issued = 1 trained + 0 dropped + 0 in flight; 1 step; max staleness 0"
         " of 0 | critic: 1 group issued = 1 trained + 0 dropped + 0 in flight; 1 step"
     )
+
+
+def test_a_token_of_a_version_that_did_not_exist_is_a_fault_of_the_trainer_that_made_it_alone(
+    tmp_path: Path,
+) -> None:
+    folder = RunFolder.create(tmp_path, "two")
+    _two_sinks(folder, oldest=5)
+    assert verify(folder.path).faults == [
+        "step 1 of 'actor' trained rollouts of version 5, which did not exist before it"
+    ]
+
+
+def test_rollouts_that_a_trainer_lacks_are_found_beside_those_of_another(tmp_path: Path) -> None:
+    folder = RunFolder.create(tmp_path, "two")
+    _two_sinks(folder, oldest=0)
+    folder.rollouts_of("critic").step_file(1).unlink()
+    assert not verify(folder.path).clean
 
 
 def test_trainers_may_flush_the_ledger_at_the_same_time(tmp_path: Path) -> None:

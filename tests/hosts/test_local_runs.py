@@ -23,10 +23,16 @@ from dataflow.agent.rendezvous import KEYS_FILE, Rendezvous
 from dataflow.folder.faults import FILE
 from dataflow.folder.ledger import Ledger
 from dataflow.folder.run_folder import RunFolder
+from dataflow.live.looks import Looks
+from dataflow.scheduler.requests import ask_for_facts
 from dataflow.system.child import ROOT
 
 PROGRAM = Path(__file__).parent / "local_program.py"
+
+
 PLACE = "generator=h1,trainer=h2"
+
+
 WAIT_S = 90.0
 
 
@@ -151,6 +157,72 @@ def test_a_run_over_local_agents_ends_as_on_one_host_and_leaves_nothing(start: S
     wait_until(lambda: not alive(family), 10.0, "the end of all processes")
 
 
+@pytest.mark.parametrize(
+    ("bound", "paces"),
+    [
+        ("generator", ("--generator-s", "0.03", "--trainer-s", "0.06", "--place", PLACE)),
+        pytest.param(
+            "trainer",
+            (
+                "--generator-s",
+                "0.02",
+                "--trainer-s",
+                "0.4",
+                "--replicas",
+                "generator=2",
+                "--place",
+                "generator=h1+h2,trainer=h2",
+            ),
+        ),
+    ],
+)
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_doctor_and_page_name_the_node_that_bounds_a_run_over_hosts(
+    start: Start, bound: str, paces: tuple[str, ...]
+) -> None:
+    """A generator of 30 ms a group makes a step's eight in 240 ms, two of 20 ms in 80."""
+    run = start("--on", "local:2", "--quiet", "--size", "0", *paces)
+    run.further(12)
+    page = Looks(run.folder, ask_for_facts)
+    wait_until(lambda: page.look()["bottleneck"] == bound, WAIT_S, f"'{bound}' to be named")
+    assert f"'{bound}' is the slowest part, busy" in " ".join(ask(run, "doctor").split())
+    ask(run, "stop")
+    run.process.wait(60)
+    run.is_clean()
+    assert f"bounded by {bound}" in ask(run, "show")
+    assert Looks(run.folder, ask_for_facts).look()["bottleneck"] == bound, "from its folder alone"
+
+
+@pytest.fixture
+def talks(start: Start, policy: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Under]:
+    """Starts a run whose episodes are on a host of their own, h1, with others for generator and
+    trainer.
+    """
+    monkeypatch.setenv("POLICY", str(policy))
+    place = ("--place", "talk=h1,generator=h2,trainer=h3", "--quiet")
+    return lambda *flags: start(
+        *place, *flags, command=(str(PROGRAM.with_name("local_episodes.py")),)
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(240)
+def test_episodes_take_turns_with_a_generator_on_another_host(talks: Callable[..., Under]) -> None:
+    run = talks("--on", "local:3")
+    assert run.process.wait(200) == 0, run.said()
+    run.is_clean()
+    assert run.steps() == 8
+    config = json.loads((run.folder.path / "config.json").read_text())
+    assert config["hosts"]["talk"] == ["h1"] and config["hosts"]["generator"] == ["h2"]
+    turns = [
+        row
+        for step in range(1, 9)
+        for row in run.folder.rollouts_of().read(step).column("turn").to_pylist()
+    ]
+    assert {max(each) for each in turns} == {2}
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("host", ["h1", "h3"])
@@ -166,6 +238,25 @@ def test_replicas_of_an_episode_on_two_hosts_go_on_when_one_of_them_or_the_gener
     assert config["hosts"]["talk"] == ["h1", "h2"]
     os.kill(run.agents()[host], signal.SIGKILL)
     lost = {"h1": "talk-0", "h3": "generator-0"}[host]
+    wait_until(
+        lambda: any(fault["worker"] == lost for fault in run.faults()), 30.0, "the loss of the host"
+    )
+    run.further(6)
+    ask(run, "stop")
+    run.process.wait(60)
+    run.is_clean()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("host", ["h1", "h2"])
+def test_episodes_go_on_when_their_host_or_that_of_the_generator_is_lost(
+    host: str, talks: Callable[..., Under]
+) -> None:
+    run = talks("--on", "local:4", "--size", "0")
+    run.further()
+    os.kill(run.agents()[host], signal.SIGKILL)
+    lost = {"h1": "talk-0", "h2": "generator-0"}[host]
     wait_until(
         lambda: any(fault["worker"] == lost for fault in run.faults()), 30.0, "the loss of the host"
     )
@@ -348,6 +439,18 @@ def test_control_c_reaches_the_scheduler_alone_and_ends_the_run_in_order(start: 
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
+def test_sigterm_to_all_processes_on_all_hosts_ends_the_run_in_order(start: Start) -> None:
+    run = start("--on", "local:2", "--place", PLACE, "--size", "0", "--seconds", "0.02")
+    run.further()
+    for pid in (run.process.pid, *descendants(run.process.pid)):
+        os.kill(pid, signal.SIGTERM)
+    assert run.process.wait(60) == 0, run.said()
+    run.is_clean()
+    assert run.folder.read_json("times.json")["outcome"] == "stopped" and run.faults() == []
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
 def test_a_host_whose_agent_alone_gets_sigterm_leaves_after_a_checkpoint_and_the_run_goes_on(
     start: Start,
 ) -> None:
@@ -434,3 +537,19 @@ def test_a_program_that_is_not_built_on_a_host_ends_the_run_with_its_reason(
     assert run.process.wait(60) == 1
     assert re.search(said, run.said()), run.said()
     wait_until(lambda: not alive(family), 10.0, "the end of all processes")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(120)
+def test_a_plan_that_is_refused_ends_the_agents_and_leaves_no_folder(
+    start: Start, tmp_path: Path
+) -> None:
+    run = start("--on", "local:1", "--quiet", "--place", "generator=h7")
+    family: set[int] = set()
+    wait_until(
+        lambda: family.update(descendants(run.process.pid)) or len(family) > 1, WAIT_S, "the agent"
+    )
+    assert run.process.wait(60) == 1
+    assert "h7" in run.said() and "GraphError" in run.said()
+    assert not [path for path in (tmp_path / "runs").iterdir() if path.is_dir()]
+    wait_until(lambda: not alive(family), 10.0, "the end of the agent")

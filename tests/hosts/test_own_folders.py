@@ -16,15 +16,26 @@ from rigs.machine import wait_until
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
 
+
 STEPS = 80
+
+
 PLACE = {"generator": ("a", "b"), "trainer": "c"}
+
+
 ASK = """
 import json, sys
 from dataflow.folder.ledger import Ledger
 ledger = Ledger.open(sys.argv[1], readonly=True)
 """
+
+
 TRAINED = "print(json.dumps({step.step: list(step.trained) for step in ledger.steps('trainer')}))"
+
+
 PLACES = "print(json.dumps(ledger.places('rollouts/')))"
+
+
 LIMITS = {"hang_s": 12.0, "host_s": 20.0, "adopt_s": 20.0}
 
 
@@ -219,6 +230,27 @@ def test_all_processes_end_and_the_run_goes_on_from_what_each_host_has(
     assert rollouts == {f"rollouts/step-{step:06d}.arrow": "c" for step in range(1, steps + 1)}
 
 
+def test_a_trainer_goes_on_elsewhere_from_the_copies(
+    cluster: Cluster, policy: Path, copies: Path
+) -> None:
+    """To another host with a disk of its own, and from there to the scheduler's."""
+    start(cluster, policy, copies, steps=400)
+    cluster.wait_for_step(12)
+    wait_until(lambda: copied(cluster, copies) >= 5, 60.0, "a copy")
+    cluster.kill()
+    for place in (
+        {"generator": ("a", "c"), "trainer": "b"},
+        {"generator": ("b", "c"), "trainer": "a"},
+    ):
+        before, newest = trained(cluster), copied(cluster, copies)
+        steps = max(before) + 6
+        again(cluster, policy, copies, steps, place)
+        assert ended(cluster).startswith("clean: ")
+        once(cluster, steps)
+        now = trained(cluster)
+        assert newest >= 5 and all(now[step] == before[step] for step in range(1, newest + 1))
+
+
 def test_a_generators_host_that_dies_with_its_disk_costs_its_rollouts_alone(
     cluster: Cluster, policy: Path, copies: Path
 ) -> None:
@@ -229,6 +261,24 @@ def test_a_generators_host_that_dies_with_its_disk_costs_its_rollouts_alone(
     assert ended(cluster).startswith("clean: ")
     once(cluster, 60)
     assert {fault["worker"] for fault in cluster.faults()} == {"generator-1"}
+
+
+def test_a_trainer_that_is_cut_off_goes_on_where_its_disk_is(
+    cluster: Cluster, policy: Path, copies: Path
+) -> None:
+    c = cluster.hosts[2]
+    start(cluster, policy, copies, steps=60)
+    cluster.wait_for_step(6)
+    c.cut()
+    wait_until(
+        lambda: "'trainer-0' keeps on host 'c' what no other sees" in cluster.said(),
+        30.0,
+        "what is waited for",
+    )
+    c.mend()
+    assert ended(cluster).startswith("clean: ")
+    once(cluster, 60)
+    assert [fault["worker"] for fault in cluster.faults()] == ["trainer-0"]
 
 
 def test_a_run_goes_on_without_the_host_that_died_with_its_trainers_disk(

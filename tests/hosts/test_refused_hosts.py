@@ -5,13 +5,24 @@ come.
 import subprocess
 import sys
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 from rigs.hosts import Host
 from rigs.hosts.cluster import Cluster
 from rigs.machine import wait_until
 
+from dataflow.system.security import RunKeys
+
 pytestmark = pytest.mark.slow
+
+
+OTHER_VERSIONS = """
+import importlib.metadata, platform
+known = importlib.metadata.version
+importlib.metadata.version = lambda name: "2.0.1" if name == "torch" else known(name)
+platform.python_version_tuple = lambda: ("3", "9", "1")
+"""
 
 
 @pytest.fixture
@@ -34,6 +45,50 @@ def refused(cluster: Cluster, host: Host, deadline_s: float = 60.0) -> str:
 
 def last_line(text: str) -> str:
     return text.strip().splitlines()[-1]
+
+
+def test_a_host_with_other_versions_is_refused(cluster: Cluster) -> None:
+    a, b = cluster.hosts
+    patch = cluster.folder / "other/sitecustomize.py"
+    patch.parent.mkdir()
+    patch.write_text(OTHER_VERSIONS)
+    cluster.start("fakes", agents=[a])
+    cluster.join(b, {"PYTHONPATH": str(patch.parent)})
+    python = ".".join(map(str, sys.version_info[:2]))
+    for said in (ended(cluster), refused(cluster, b)):
+        assert (
+            f"host 'b' has Python 3.9 and the scheduler {python}; torch 2.0.1 and the scheduler 2."
+            in said
+        )
+
+
+def test_a_host_with_another_version_of_the_program_is_refused(cluster: Cluster) -> None:
+    a, b = cluster.hosts
+    text = cluster.program.read_text().replace(
+        "Path(__file__).parents[2]", f"Path({str(cluster.program.parents[2])!r})"
+    )
+    for host, version in (
+        (a, text),
+        (b, text.replace("pause_s: float = 0.0", "pause_s: float = 0.001")),
+    ):
+        host.outside("/tmp/program.py").write_text(version)
+    cluster.program = Path("/tmp/program.py")
+    cluster.start("fakes")
+    for said in (ended(cluster), refused(cluster, b)):
+        assert (
+            "host 'b' has another version of the program" in said and "'/tmp/program.py' is" in said
+        )
+
+
+def test_an_agent_with_other_keys_is_not_let_in(cluster: Cluster) -> None:
+    a, b = cluster.hosts
+    keys = cluster.folder / "other.keys"
+    keys.touch(0o600)
+    keys.write_bytes(RunKeys.make().to_bytes())
+    cluster.start("fakes", agents=[a])
+    cluster.join(b, {"DATAFLOW_AGENT_KEYS": str(keys)})
+    for said in (ended(cluster), refused(cluster, b)):
+        assert "who is there has other keys than this run's" in said and "host 'b' ends" in said
 
 
 def test_an_address_that_is_no_address_of_the_host_is_refused(cluster: Cluster) -> None:
@@ -87,6 +142,19 @@ def test_an_agent_that_is_given_an_address_at_which_nobody_is_finds_the_schedule
     assert cluster.ended().clean
     assert cluster.spawn(b, [sys.executable, "-m", "dataflow.agent"], "late", late).wait(60) == 2
     assert "host 'b' comes too late: the run in '" in last_line(cluster.said("late"))
+
+
+def test_a_port_that_is_taken_is_named(cluster: Cluster) -> None:
+    a = cluster.hosts[0]
+    taken = (
+        "import socket, time; s = socket.create_server(('0.0.0.0', 4567)); print('up', flush=True);"
+        " time.sleep(999)"
+    )
+    holder = a.popen([sys.executable, "-c", taken], stdout=-1)
+    assert holder.stdout and holder.stdout.readline() == "up\n"
+    cluster.launch("fakes", listen=f"{a.address}:4567")
+    assert f"cannot listen for agents at {a.address}:4567" in ended(cluster)
+    holder.kill()
 
 
 def test_a_host_whose_folder_is_that_of_another_run_says_so(cluster: Cluster) -> None:

@@ -22,3 +22,8 @@ def page(rooms: Mapping[str, Iterable[Law]]) -> str:
         parts.append(f"\n## {room}\n\n")
         parts += [f"- {says}: {', '.join(names)}\n" for says, names in tests.items()]
     return "".join(parts)
+
+
+def _row(law: Law) -> str:
+    cells = (law.says, f"`{law.test.removeprefix('test_')}`", f"`{law.symbol}`")
+    return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |\n"

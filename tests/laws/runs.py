@@ -265,7 +265,7 @@ SCHEDULER = (
         "a starting worker hears of a set knob",
         "test_a_worker_that_starts_again_begins_with_the_values_in_force_and_hears_of_later_ones",
         "dataflow.scheduler.reducer:_received",
-        expression("[]", "knob_policy", kind=ast.Call),
+        expression("[]", "tell_changes", kind=ast.Call),
         "telling it when ready",
     ),
     Law(

@@ -28,6 +28,8 @@ CHATML = (
     "{% for m in messages %}<|im_start|>{{ m.role[0] }}={{ m.content }}<|im_end|>{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>a={% endif %}"
 )
+
+
 SPECIAL = ("<bos>", "<|im_start|>", "<|im_end|>", "<|eot|>")
 
 
@@ -137,6 +139,8 @@ def test_a_turn_of_an_episode_ends_where_the_chat_template_ends_it(base: Path) -
 
 
 BEGUN = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "so"}]
+
+
 LAID_OUT = "<|im_start|>u=hi<|im_end|><|im_start|>a=so"
 
 
@@ -210,6 +214,22 @@ def test_an_episode_goes_on_with_what_the_assistant_has_begun(base: Path) -> Non
         between = f"{LAID_OUT}{first}<|im_end|><|im_start|>u=and<|im_end|><|im_start|>a="
         assert tokenizer.decode(tokens[: np.argmax(turns == 1)]) == between
         assert len(set(row["training_row"])) == 1 and row["mask"] == (turns >= 0).tolist()
+
+
+def test_no_end_token_of_the_tokenizers_own_stands_behind_a_prompt(
+    base: Path, tmp_path: Path
+) -> None:
+    folder = retold(base, tmp_path, CHATML, begins=True, ends=True)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    assert tokenizer.decode(tokenizer("ab")["input_ids"]) == f"<bos>ab{tokenizer.eos_token}"
+    texts = ["ab", "<bos>ab", "<bos><|im_start|>u=hi<|im_end|>"]
+    assert shown(folder, [{"prompt": text} for text in texts], chat=False) == [
+        "<bos>ab",
+        *texts[1:],
+    ]
+    assert shown(folder, [{"prompt": "hi"}]) == ["<|im_start|>u=hi<|im_end|><|im_start|>a="], (
+        "a template begins itself"
+    )
 
 
 def test_a_chat_is_laid_out_with_the_tools_and_options_of_its_row(

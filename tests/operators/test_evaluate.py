@@ -191,6 +191,15 @@ def test_a_round_that_was_whole_is_closed_by_the_next_attempt_with_nothing_issue
     assert len(crashing.folder.read_metrics()) == 1
 
 
+def test_an_acknowledgement_comes_after_the_rows_are_written(crashing: Crashing) -> None:
+    found: list[int] = []
+    rows = _held_out(0)
+    crashing.runtime.push(
+        Batch("held_out", rows, "reward", whole(rows, lambda: found.append(len(crashing.kept))))
+    )
+    assert found == [1]
+
+
 def test_a_file_that_a_crash_tore_gives_what_stands_whole_in_it(crashing: Crashing) -> None:
     crashing.push(_held_out(0))
     (file,) = crashing.kept
@@ -232,6 +241,24 @@ def test_metrics_tell_of_each_round_that_the_ledger_has_and_of_no_other_wherever
     assert crashing.ledger.last_round("eval") == 0
 
 
+def test_an_evaluation_whose_file_is_gone_goes_on_without_its_line(crashing: Crashing) -> None:
+    crashing.push(_held_out(0), _held_out(1))
+    crashing.run()
+    crashing.folder.metrics.unlink()
+    crashing.folder.rollouts_of().evaluation_file(0).unlink()
+    crashing.start()
+    assert crashing.runtime.status()["round"] == 0
+    assert crashing.folder.read_metrics() == []
+
+
+def test_nothing_is_kept_of_a_round_that_is_recorded(crashing: Crashing) -> None:
+    crashing.push(_held_out(0), _held_out(1))
+    crashing.run()
+    assert crashing.kept == []
+    crashing.push(_held_out(0))
+    assert crashing.kept == [] and crashing.acks == [[0, 1], [0]]
+
+
 def test_what_is_left_of_a_round_that_was_given_up_is_in_no_later_one(crashing: Crashing) -> None:
     crashing.push(_held_out(0))
     crashing.ledger.drop("eval", "held_out", {0: "round cut off", 1: "round cut off"})
@@ -257,6 +284,19 @@ def test_a_round_that_an_attempt_before_has_recorded_is_closed_and_told_at_once(
     assert again.events == [] and again.acks == [0]
 
 
+def test_rounds_that_overlap_are_told_apart_by_their_step(world):
+    world.push(_held_out(2, step=5, score=1.0), _held_out(0, step=0, score=0.0))
+    world.push(_held_out(3, step=5, score=1.0))
+    world.run()
+    assert [line["step"] for line in world.folder.metrics] == [5]
+    world.push(_held_out(1, step=0, score=0.0))
+    world.run()
+    assert [(line["step"], line["eval_accuracy"]) for line in world.folder.metrics] == [
+        (5, 1.0),
+        (0, 0.0),
+    ]
+
+
 def test_a_group_that_comes_twice_is_counted_once(world):
     world.push(_held_out(0))
     world.push(_held_out(0))
@@ -268,6 +308,13 @@ def test_a_group_that_comes_twice_is_counted_once(world):
     assert world.ledger.evaluations == {0: [0, 1]}
 
 
+def test_rows_in_a_file_are_in_the_order_of_issue(world):
+    world.push(_held_out(1))
+    world.push(_held_out(0))
+    world.run()
+    assert world.folder.evaluations[0].column("group_id").to_pylist() == [0, 1]
+
+
 def test_failures_are_counted_and_never_averaged_in(world):
     world.push(
         _held_out(0, score=None, error="scorer timed out"), _held_out(1, score=1.0, version=3)
@@ -276,6 +323,15 @@ def test_failures_are_counted_and_never_averaged_in(world):
     (line,) = world.folder.metrics
     assert (line["eval_accuracy"], line["eval_n"], line["eval_errors"]) == (1.0, 1, 1)
     assert (line["eval_version_min"], line["eval_version_max"]) == (3, 3)
+
+
+def test_a_round_of_failures_has_no_accuracy(world):
+    world.push(*[_held_out(number, score=None, error="scorer timed out") for number in (0, 1)])
+    world.run()
+    (line,) = world.folder.metrics
+    assert line["eval_accuracy"] is None
+    assert line["eval_errors"] == 2
+    assert world.runtime.status()["round"] == 0
 
 
 def test_a_rollout_to_which_the_scorer_does_not_apply_is_in_no_mean_and_no_failure():
@@ -307,6 +363,12 @@ def test_rows_of_two_sources_say_which_is_theirs_and_a_column_that_one_lacks_is_
         world.folder.evaluations[0].select(["of_source", "group_id", "reward", "level"]).to_pylist()
     )
     assert [tuple(row.values()) for row in rows] == [("easy", 0, 0.0, None), ("hard", 0, 1.0, 3)]
+
+
+def test_rows_of_one_source_have_no_column_more(world):
+    world.push(_held_out(0), _held_out(1))
+    world.run()
+    assert world.folder.evaluations[0].schema.names == _held_out(0).schema.names
 
 
 def test_rows_outside_any_round_are_refused(world):

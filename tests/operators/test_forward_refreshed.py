@@ -17,7 +17,7 @@ from rigs.forwards import (
 from dataflow import Model
 from dataflow.staleness import Bound
 from operators import Logprobs
-from operators.forward_pass.build import is_first, needed
+from operators.forward_pass.build import Known, is_due, is_first, needed
 
 LANE = Bound(max_staleness=0, prompts_per_step=4)
 
@@ -42,6 +42,15 @@ def test_the_version_needed_is_the_last_one_that_is_sent() -> None:
     assert [needed(v, LANE, twice) for v in (0, 1, 2, 3)] == [0, 0, 3, 6]
     ending = Bound(max_staleness=0, prompts_per_step=4, every=3, steps=5)
     assert [needed(v, LANE, ending) for v in (4, 6, 9)] == [3, 3, 3]
+
+
+def test_a_trainer_that_skipped_steps_holds_nobody_up_between_two_versions() -> None:
+    """It has made 4, so 3 is the newest that is sent: a group that version 6 belongs to is computed
+    under it.
+    """
+    own = Bound(max_staleness=0, prompts_per_step=4, every=3)
+    assert is_due(25, 6, Known(version=3, told=4, dropped=8), LANE, own)
+    assert not is_due(25, 6, Known(version=0, told=4, dropped=8), LANE, own)
 
 
 def test_the_own_model_is_version_0_until_the_trainer_says_that_there_is_another() -> None:

@@ -19,6 +19,8 @@ from rigs.forwards import (
 from rigs.heads import classifier
 
 from dataflow import Model
+from dataflow.errors import DeadlineError
+from dataflow.limits import Limits
 from dataflow.records import version_column
 from dataflow.staleness import Bound
 from operators import Logprobs, Values
@@ -87,6 +89,14 @@ def test_nothing_but_the_new_columns_changes_and_rows_keep_their_order(policy_mo
     ]
 
 
+def test_a_rollout_in_which_the_policy_chose_nothing_has_only_zeros(policy_model: Model) -> None:
+    group = rollouts(0, ("b",))
+    none = pa.array([[False] * len(group.column("tokens")[0])], pa.list_(pa.bool_()))
+    group = group.set_column(group.schema.get_field_index("mask"), "mask", none)
+    (found,) = lists_of(forwarding(Logprobs(policy_model)).run(group), "ref_logprobs")
+    assert found == [0.0] * len(group.column("tokens")[0])
+
+
 # Slices
 
 
@@ -108,6 +118,14 @@ def test_a_slice_is_one_micro_batch_and_a_group_leaves_when_its_last_one_is_done
         np.testing.assert_allclose(ours, theirs, atol=1e-5)
 
 
+def test_small_groups_of_several_batches_share_a_micro_batch(policy_model: Model) -> None:
+    rig = forwarding(Logprobs(policy_model))
+    for group_id in range(4):
+        rig.push(rollouts(group_id))
+    assert rig.step() and not rig.step()
+    assert ids(rig) == [[0, 1, 2, 3]]
+
+
 def test_sources_are_not_mixed(policy_model: Model) -> None:
     rig = forwarding(Logprobs(policy_model))
     rig.push(rollouts(0))
@@ -115,6 +133,24 @@ def test_sources_are_not_mixed(policy_model: Model) -> None:
     rig.push(rollouts(1))
     rig.run()
     assert ids(rig) == [[0, 1], [0]]
+
+
+def test_a_batch_is_acknowledged_when_its_last_group_has_left(policy_model: Model) -> None:
+    rig = forwarding(Logprobs(policy_model, micro_batch_tokens=10))
+    rig.push(rollouts(0), rollouts(1))
+    rig.push(rollouts(2))
+    seen = []
+    while rig.step():
+        seen.append((ids(rig), list(rig.acks)))
+    assert next(entry for entry in seen if entry[0]) == ([[0]], [])
+    assert seen[-1] == ([[0], [1], [2]], [0, 2])
+
+
+def test_there_is_always_room(policy_model: Model) -> None:
+    plane = Versions()
+    rig = forwarding(Logprobs(policy_model), plane=plane)
+    rig.push(*(rollouts(n) for n in range(200)))
+    assert rig.runtime.room() > 0
 
 
 # Weights
@@ -202,6 +238,37 @@ def test_rows_of_an_unbounded_source_never_wait(critic: Model) -> None:
     assert ids(rig) == [[7]]
 
 
+def test_a_wait_without_end_says_who_waits_for_what(critic: Model) -> None:
+    plane = Versions()
+    rig = forwarding(Values(critic), plane=plane)
+    plane.offer(0)
+    rig.push(rollouts(2, version=1))
+    rig.run()
+    rig.clock.now += Limits().slice_s + 1
+    with pytest.raises(DeadlineError) as caught:
+        rig.step()
+    for part in (
+        "'values' waited 1800 s for version 1 of 'critic'",
+        "group 2 of 'prompts'",
+        "version 1)",
+        "has version 0",
+    ):
+        assert part in str(caught.value)
+
+
+def test_the_wait_begins_anew_when_something_happens(critic: Model) -> None:
+    plane = Versions()
+    rig = forwarding(Values(critic), plane=plane)
+    plane.offer(0)
+    rig.push(rollouts(6, version=3))
+    for version in (1, 2):
+        rig.clock.now += Limits().slice_s - 1
+        plane.offer(version)
+        assert not rig.step()
+    rig.clock.now += 2
+    assert not rig.step()
+
+
 # The rule
 
 
@@ -269,6 +336,15 @@ def test_two_trainers_that_drop_different_groups_never_deadlock(
         if versions["policy"] >= 30:
             return
     raise AssertionError("it goes on, but makes no steps")
+
+
+def test_without_drops_the_way_out_of_a_deadlock_allows_nothing_more() -> None:
+    for version in range(6):
+        for newest in range(version + 1, 8):
+            for group_id in range(newest * 4, newest * 4 + 12):
+                assert not is_due(
+                    group_id, newest, Known(version=version, told=version), EQUAL, EQUAL
+                )
 
 
 def test_weights_that_are_on_their_way_are_waited_for() -> None:

@@ -50,6 +50,25 @@ def test_data_of_the_hub_is_read_by_configuration_and_split(tmp_path: Path) -> N
     assert "the hub gives no data set of that id" in said[3]
 
 
+@pytest.mark.parametrize(
+    ("source", "config", "split", "wanted"),
+    [
+        ("hf:gsm8k", None, None, ("gsm8k", None, None, True)),
+        ("hf:openai/gsm8k", "main", None, ("openai/gsm8k", "main", None, True)),
+        ("hf:openai/gsm8k/main", None, "test", ("openai/gsm8k", "main", "test", True)),
+        ("hf:openai/gsm8k:train", None, None, ("openai/gsm8k", None, "train", True)),
+        ("openai/gsm8k", None, "test", ("openai/gsm8k", None, "test", False)),
+        ("hf:", None, None, None),
+        ("hf:a/b/c/d", None, None, None),
+        ("hf:a b", None, None, None),
+    ],
+)
+def test_an_id_says_configuration_and_split(
+    source: str, config: str | None, split: str | None, wanted: tuple[object, ...] | None
+) -> None:
+    assert HubData.named(source, config, split) == (wanted and HubData(*wanted))  # type: ignore[arg-type]
+
+
 def test_of_several_configurations_the_usual_one_is_taken_or_one_has_to_be_named() -> None:
     data = HubData("a/b", None, None, True)
     assert data._configured(["all", "main"]).config == "main"

@@ -23,6 +23,7 @@ from rigs.forwards import (
     tokenizer_of,
 )
 from rigs.heads import classifier
+from rigs.policy import ALPHABET
 
 from dataflow import Model
 from dataflow.errors import OperatorError
@@ -30,6 +31,7 @@ from dataflow.model import LoRA
 from dataflow.runtime import Context
 from dataflow.staleness import Bound
 from operators import Logprobs, Trainer, Values
+from operators.forward_pass.reading import disagreement
 from operators.models.loading import load_model
 from operators.training.learner import policy as policy_module
 from operators.training.learner.build import make_learner
@@ -92,6 +94,15 @@ def test_a_rope_that_changes_with_length_is_that_of_the_longest_sequence(tmp_pat
     assert abs(np.subtract(short, plain_logprobs(module, group.to_pylist()[0]))).max() > 0.1
 
 
+def test_they_are_at_the_temperature_that_is_asked_for(
+    reference: Model, groups: list[pa.RecordBatch]
+) -> None:
+    table = forwarding(Logprobs(reference, temperature=0.5)).run(*groups)
+    module = load_model(reference)
+    wanted = [plain_logprobs(module, row, 0.5) for group in groups for row in group.to_pylist()]
+    np.testing.assert_allclose(flat(lists_of(table, "ref_logprobs")), flat(wanted), atol=1e-5)
+
+
 def test_where_the_policy_drew_from_few_ids_the_distribution_is_over_these_alone(
     reference: Model,
 ) -> None:
@@ -106,6 +117,20 @@ def test_where_the_policy_drew_from_few_ids_the_distribution_is_over_these_alone
                 float(logits[at - 1, token] - left.logsumexp(-1)), abs=1e-5
             )
     assert sum(kept is not None for kept in row["sampling_mask"]) == 2
+
+
+def test_in_an_episode_the_tokenizer_is_told_by_what_the_policy_said_first() -> None:
+    (row,) = rollouts(0, ("b2=cx9",)).to_pylist()
+    kinds = pa.schema([*rollouts(0).schema, pa.field("turn", pa.list_(pa.int32()))])
+    said = {3, 4, 7, 8, 9}  # "b2", then "x9" and the end
+    spoken = {
+        **row,
+        "mask": [at in said for at in range(10)],
+        "turn": [int(at > 4) if at in said else -1 for at in range(10)],
+    }
+    heard = pa.RecordBatch.from_pylist([spoken], schema=kinds)
+    assert disagreement(tokenizer_of(), heard) is None
+    assert disagreement(tokenizer_of(ALPHABET[::-1]), heard) is not None
 
 
 def test_a_rollout_of_several_training_rows_has_the_logprobs_of_each(reference: Model) -> None:
@@ -198,6 +223,12 @@ def test_a_policy_with_adapters_is_read_with_the_newest_of_them(
     np.testing.assert_allclose(flat(lists_of(table, "proximal_logprobs")), flat(wanted), atol=1e-4)
     before = [plain_logprobs(load_model(reference), row) for row in groups[0].to_pylist()]
     assert np.abs(flat(before) - flat(wanted[: len(before)])).max() > 0.01
+
+
+def test_a_critic_that_begins_as_a_policy_values_everything_at_0(reference: Model) -> None:
+    critic = Model(reference.source, head="value", name="critic").frozen()
+    (found,) = lists_of(forwarding(Values(critic)).run(rollouts(0, ("b2",))), "values")
+    assert found == [0.0] * len(found)
 
 
 def test_a_rollout_longer_than_the_model_takes_fails_and_its_siblings_do_not(

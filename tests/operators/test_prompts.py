@@ -6,6 +6,7 @@ import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -14,16 +15,26 @@ import pyarrow.parquet as pq
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from rigs.policy import CHAT_TEMPLATE
 
+from dataflow import Graph, Model, collect
 from dataflow.errors import RecordError
 from dataflow.folder.ledger import InFlight
 from dataflow.records import (
     GROUP_ID,
+    GROUP_SIZE,
+    MIN_VERSION,
     PROMPT,
+    PROMPT_COLUMNS,
     PROMPT_ID,
+    ROUND_SIZE,
 )
 from dataflow.runtime import Context, Runtime
 from dataflow.staleness import Bound
+from operators import Generator
+from operators.generation import tokenize
+from operators.models import loading
+from operators.models.loading import load_tokenizer
 from operators.prompts import Prompts, permutation
 
 ROWS = [{"prompt": f"{i}+1=", "answer": i + 1, "note": f"n{i}"} for i in range(5)]
@@ -187,6 +198,21 @@ def test_every_kind_of_source_gives_the_same_typed_prompts(kind: str, tmp_path: 
     assert table.column(PROMPT_ID).to_pylist() == ["0", "1", "2", "3", "4"]
 
 
+@pytest.mark.parametrize(
+    "kind", ["jsonl", "parquet", "arrow file", "saved data set", "folder", "list"]
+)
+def test_rows_are_counted_without_issuing_them(kind: str, tmp_path: Path) -> None:
+    source = SOURCES[kind](tmp_path)
+    assert Prompts(source).count() == 5
+    assert Prompts(source, start=2).count() == 3
+    assert Prompts(source, start=2, limit=2).count() == 2
+    assert Prompts(source, rows=lambda row: row).count() is None
+
+
+def test_texts_are_prompts_by_themselves() -> None:
+    assert texts(build(Prompts(["a", "b"], epochs=1))) == ["a", "b"]
+
+
 def test_a_function_turns_one_row_into_none_one_or_many_prompts() -> None:
     def steps(row: Mapping[str, Any]) -> list[dict[str, str]] | None:
         return [{"prompt": f"{step}="} for step in row["steps"]] if row["steps"] else None
@@ -195,6 +221,15 @@ def test_a_function_turns_one_row_into_none_one_or_many_prompts() -> None:
     table = issued(build(Prompts(rows, rows=steps, epochs=1)))
     assert table.column(PROMPT).to_pylist() == ["a=", "b=", "c="]
     assert table.column(PROMPT_ID).to_pylist() == ["0.0", "0.1", "2.0"]
+
+
+def test_a_function_may_return_a_text_and_columns_of_its_own() -> None:
+    assert texts(build(Prompts([1, 2], rows=lambda row: f"{row}!", epochs=1))) == ["1!", "2!"]
+    made = Prompts(
+        [1, 2], rows=lambda row: {"prompt": "p", "half": row / 2}, columns=("half",), epochs=1
+    )
+    assert made.extra_columns() == {"half": pa.float64()}
+    assert issued(build(made)).column("half").to_pylist() == [0.5, 1.0]
 
 
 def test_ids_come_from_a_column_and_from_the_row_that_was_expanded() -> None:
@@ -209,6 +244,94 @@ def test_chat_messages_travel_as_json() -> None:
     first, second = (json.loads(text) for text in table.column(PROMPT).to_pylist())
     assert first == messages
     assert second == [{"role": "user", "content": "1+2?"}]
+
+
+def test_start_and_limit_cut_one_file_into_two_parts() -> None:
+    assert texts(build(Prompts(ROWS, limit=2, epochs=1))) == ["0+1=", "1+1="]
+    assert texts(build(Prompts(ROWS, start=2, epochs=1))) == ["2+1=", "3+1=", "4+1="]
+
+
+def test_an_endless_iterator_is_read_only_as_far_as_the_limit() -> None:
+    def numbers() -> Iterator[str]:
+        at = 0
+        while True:
+            yield str(at)
+            at += 1
+
+    assert texts(build(Prompts(numbers(), limit=3, epochs=2))) == ["0", "1", "2", "0", "1", "2"]
+
+
+def test_a_renamed_source_keeps_its_rows_and_its_function() -> None:
+    prompts = Prompts((row for row in ROWS), rows=lambda row: row["note"], epochs=1).renamed(
+        "held_out"
+    )
+    assert prompts.name == "held_out"
+    assert texts(build(prompts)) == ["n0", "n1", "n2", "n3", "n4"]
+
+
+def test_group_size_stands_on_every_row() -> None:
+    assert set(
+        issued(build(Prompts(ROWS, epochs=1, group_size=3))).column(GROUP_SIZE).to_pylist()
+    ) == {3}
+    assert set(issued(build(Prompts(ROWS, epochs=1))).column(GROUP_SIZE).to_pylist()) == {0}
+
+
+# What can never be trained
+
+
+@pytest.mark.parametrize("chat", [False, True])
+def test_prompts_for_which_the_context_has_no_room_are_counted_at_the_start_and_fail_by_that_cause(
+    chat: bool, policy: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if chat:
+        monkeypatch.setattr(
+            loading, "load_tokenizer", lambda model: chatting(load_tokenizer(model))
+        )
+    generator = Generator(
+        Model(str(policy)).frozen(), group_size=1, max_tokens=1, context_tokens=12, chat=chat
+    )
+    texts = ["ab=", "abcdefghijklmnop=", "abc=", "abcdefghijklmno="]
+
+    def looked_at(*texts: str) -> Any:
+        context = Context(node="prompts", takers=(generator,))
+        return Prompts(list(texts), epochs=1, chat=chat).build(context).status().get("notice")
+
+    assert looked_at("ab=", "abc=") is None
+    said = (
+        "2 of 4 prompts can never be trained: they are too long for 'generator', whose context is"
+        " 12 tokens"
+    )
+    assert str(looked_at(*texts)).startswith(said)
+    with pytest.raises(RecordError, match="'prompts': 2 of 2 prompts can never be trained"):
+        looked_at(texts[1], texts[3])
+    if not chat:
+        g = Graph("long")
+        errors = (
+            collect(generator(g.source(Prompts(texts, epochs=1))), rows=4)
+            .column("error")
+            .to_pylist()
+        )
+        assert [error and error.partition("the prompt")[0] for error in errors] == [
+            None,
+            "generator: too_long: ",
+        ] * 2
+
+
+def test_of_very_many_long_prompts_some_are_looked_at(
+    policy: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tokenize, "_LOOKED_BYTES", 400)
+    generator = Generator(Model(str(policy)).frozen(), max_tokens=1, context_tokens=12)
+    prompts = Prompts(["abcdefghijklmno=", "ab="] * 50, epochs=1).build(
+        Context(node="prompts", takers=(generator,))
+    )
+    found = re.match(r"about (\d+) of 100 prompts", str(prompts.status()["notice"]))
+    assert found and 20 <= int(found[1]) <= 80
+
+
+def chatting(tokenizer: Any) -> Any:
+    tokenizer.chat_template = CHAT_TEMPLATE
+    return tokenizer
 
 
 # What can never be trained
@@ -338,6 +461,12 @@ def test_a_file_that_is_not_what_its_name_says_is_refused(name: str, tmp_path: P
         build(Prompts(tmp_path / name))
 
 
+def test_a_kind_of_file_that_is_not_read_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "x.csv").write_text("prompt\na\n")
+    with pytest.raises(RecordError, match=r"'\.csv', which is not read; convert it"):
+        build(Prompts(tmp_path / "x.csv"))
+
+
 def test_a_data_set_with_several_splits_asks_which(tmp_path: Path) -> None:
     (tmp_path / "dataset_dict.json").write_text(json.dumps({"splits": ["train", "test"]}))
     write_saved_data_set(tmp_path / "train")
@@ -363,6 +492,18 @@ def test_an_id_on_the_hub_without_the_library_is_refused_with_the_install_line(
     assert prompts.faults() == []
     with pytest.raises(RecordError, match=r'pip install "dataflow-rl\[hub\]"'):
         build(prompts)
+
+
+def test_an_id_on_the_hub_is_loaded_and_its_split_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
+    def load_dataset(source: str, config: str | None) -> dict[str, list[Any]]:
+        assert (source, config) == ("openai/gsm8k", "main")
+        return {"train": ROWS, "test": ROWS[:2]}
+
+    monkeypatch.setitem(sys.modules, "datasets", SimpleNamespace(load_dataset=load_dataset))
+    asked: dict[str, Any] = {"config": "main", "epochs": 1}
+    assert len(texts(build(Prompts("openai/gsm8k", split="test", **asked)))) == 2
+    with pytest.raises(RecordError, match=r"has the splits \['train', 'test'\]"):
+        build(Prompts("openai/gsm8k", **asked))
 
 
 def test_a_function_that_raises_is_named_with_its_line() -> None:
@@ -492,6 +633,16 @@ def test_an_epoch_is_a_permutation_and_a_function_of_its_numbers(
     assert (order == permutation(seed, epoch, rows)).all()
 
 
+def test_the_order_of_a_seed_never_changes() -> None:
+    assert permutation(7, 0, 8).tolist() == PINNED
+    assert permutation(7, 1, 8).tolist() != PINNED
+    assert permutation(8, 0, 8).tolist() != PINNED
+    assert permutation(None, 3, 4).tolist() == [0, 1, 2, 3]
+
+
+PINNED = [6, 3, 4, 0, 2, 7, 5, 1]
+
+
 @settings(max_examples=40)
 @given(rows=st.integers(1, 70), seed=st.none() | st.integers(0, 9), at=st.integers(0, 200))
 def test_a_source_that_starts_in_the_middle_issues_what_it_would_have_issued(
@@ -551,6 +702,28 @@ def test_an_open_round_is_issued_once_more_on_demand() -> None:
     assert [group for group, _ in ledger.issued] == [*range(32), *range(40)]
 
 
+@pytest.mark.parametrize("again", [{}, {"again": True}])
+def test_a_round_that_is_recorded_is_not_issued_whoever_asks(again: dict[str, bool]) -> None:
+    """A scheduler that has just taken over may not have heard of it, and a source that restarted of
+    nothing.
+    """
+    ledger = Ledger()
+    ledger.judged = 50
+    runtime = build(Prompts(ROWS, name="held_out"), on_demand=True, ledger=ledger)
+    runtime.tell({"evaluate": 50, **again})
+    assert runtime.pending() == 0 and runtime.work() is None and not ledger.issued
+    runtime.tell({"evaluate": 60})
+    assert len(texts(runtime)) == len(ledger.issued) > 0
+
+
+def test_epochs_end_the_source() -> None:
+    runtime = build(Prompts(ROWS, epochs=2))
+    assert runtime.status()["done"] == 0
+    assert len(texts(runtime)) == 10
+    assert runtime.status()["done"] == 1
+    assert runtime.work() is None
+
+
 def test_the_ledger_knows_of_a_group_before_it_leaves() -> None:
     ledger = Ledger()
     (batch,) = build(Prompts(ROWS, epochs=1), ledger=ledger).work() or []
@@ -574,6 +747,40 @@ def test_draining_ends_the_source() -> None:
     runtime.tell({"drain": True})
     assert runtime.work() is None
     assert runtime.status()["done"] == 1
+
+
+def test_rounds_are_issued_only_on_demand_each_row_once_and_numbered_on() -> None:
+    ledger = Ledger()
+    runtime = build(
+        Prompts([str(i) for i in range(40)], name="held_out"), on_demand=True, ledger=ledger
+    )
+    assert runtime.work() is None
+    runtime.tell({"evaluate": 0})
+    runtime.tell({"evaluate": 7})
+    assert runtime.pending() == 80
+    table = issued(runtime)
+    assert table.column(GROUP_ID).to_pylist() == list(range(80))
+    assert table.column(PROMPT_ID).to_pylist() == [str(i) for i in range(40)] * 2
+    assert table.column(MIN_VERSION).to_pylist() == [0] * 40 + [7] * 40
+    assert set(table.column(ROUND_SIZE).to_pylist()) == {40}
+    assert runtime.pending() == 0
+    assert [group for group, _ in ledger.issued] == list(range(80))
+
+
+def test_prompts_of_training_belong_to_no_round() -> None:
+    table = issued(build(Prompts(ROWS, epochs=1)))
+    assert np.unique(table.column(ROUND_SIZE)).tolist() == [0]
+    assert list(PROMPT_COLUMNS) == table.schema.names
+
+
+def test_a_declaration_shows_its_knobs() -> None:
+    prompts = Prompts(ROWS, columns=("answer",), shuffle_seed=1, rows=str)
+    assert prompts.knobs() == {
+        "source": "list",
+        "columns": ("answer",),
+        "shuffle_seed": 1,
+        "rows": "str",
+    }
 
 
 @pytest.mark.parametrize("on_demand", [False, True])

@@ -10,6 +10,7 @@ from trainer_rig import VOCABULARY, gradient, group, rows_of, tiny_learner, tiny
 
 from dataflow.errors import RecordError
 from dataflow.records import SAMPLING_MASK, SAMPLING_MASK_TYPE
+from dataflow.tokens.ragged import gather
 from dataflow.tokens.rollout_tokens import SamplingMask
 from operators.engine.sampler import Sampling, draw
 from operators.training.learner.policy import Policy
@@ -145,6 +146,20 @@ def test_siblings_that_share_a_node_keep_their_own_masks():
     torch.testing.assert_close(found, wanted, atol=1e-5, rtol=0)
 
 
+def test_small_restricted_shares_do_not_underflow():
+    tree = pack(np.array([5, 7]), np.array([False, True]), np.array([0, 2]))
+    policy = Policy(tiny_llama())
+    policy.logits = lambda packed: torch.tensor([[500.0] + [0.0] * 6 + [1.0] + [0.0] * 15])
+    found, entropy = policy.logprobs(
+        tree, SamplingMask(ids=np.array([6, 7]), offsets=np.array([0, 2])), entropy=True
+    )
+    share = 1 / (1 + np.e)
+    assert float(found) == pytest.approx(np.log(1 - share), abs=1e-6)
+    assert float(entropy) == pytest.approx(
+        -share * np.log(share) - (1 - share) * np.log(1 - share), abs=1e-6
+    )
+
+
 def test_rows_without_a_mask_train_as_if_there_were_no_such_column():
     batch = _generated(Sampling(top_k=4))
     bare = batch.drop_columns([SAMPLING_MASK])
@@ -161,6 +176,28 @@ def test_rows_without_a_mask_train_as_if_there_were_no_such_column():
         assert torch.equal(found, wanted)
     _, restricted, _ = gradient(tiny_learner(tiny_trainer()), rows_of(batch))
     assert not torch.allclose(restricted, wanted)
+
+
+def test_masks_stay_with_their_tokens_when_rows_fail_or_have_none():
+    first, second = _generated(Sampling(top_k=3), seed=1), _generated(Sampling(top_p=0.7), seed=2)
+    masks = first.column(SAMPLING_MASK).to_pylist()
+    masks[1] = None
+    errors = [None, None, "it failed", None]
+    first = _with_masks(first, masks).set_column(
+        first.schema.get_field_index("error"), "error", pa.array(errors, pa.string())
+    )
+    rows = rows_of(first, second)
+    wanted = [
+        masks[0],
+        [None] * len(first["tokens"][1]),
+        masks[3],
+        *second.column(SAMPLING_MASK).to_pylist(),
+    ]
+    flat = [mask or [] for row in wanted for mask in row]
+    assert rows.tokens.sampling_mask is not None
+    for at, mask in enumerate(flat):
+        found, _ = gather(rows.tokens.sampling_mask.offsets, np.array([at]))
+        assert rows.tokens.sampling_mask.ids[found].tolist() == mask
 
 
 def test_a_mask_of_another_length_or_without_the_token_drawn_is_refused_by_rollout():

@@ -2,13 +2,20 @@
 meanwhile.
 """
 
+import os
 from pathlib import Path
 
 import pytest
 import torch
 
 from dataflow.system.files import RunFolderError
-from operators.models.read_weights import Shelf
+from operators.models.read_weights import Shelf, return_freed_memory
+
+MIB = 1 << 20
+
+
+def resident() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
 def test_a_shelf_takes_other_tensors_each_time_and_those_that_share_memory_once(
@@ -44,6 +51,17 @@ def test_values_come_back_bit_for_bit_and_forgotten_ones_only_their_memory(tmp_p
         for tensor, was in zip(kept, before, strict=True):
             assert torch.equal(tensor.view(torch.uint8), was.view(torch.uint8))
     assert lost.fill_(2.0).sum() == 2000
+    shelf.close()
+
+
+def test_the_memory_of_what_is_put_aside_is_given_back_to_the_system(tmp_path: Path) -> None:
+    shelf, tensors = Shelf(tmp_path), [torch.ones(MIB) for _ in range(16)]
+    awake = resident()
+    shelf.park(tensors)
+    return_freed_memory()
+    assert awake - resident() > 60 * MIB
+    shelf.back()
+    assert resident() > awake - 16 * MIB and all(tensor.sum() == MIB for tensor in tensors)
     shelf.close()
 
 

@@ -20,8 +20,13 @@ from operators.warm_start.launch import RECORD_FILE, WarmStartSpec, recorded_fin
 
 pytestmark = pytest.mark.usefixtures("forked")
 
+
 ALPHABET = "ab="
+
+
 EXAMPLES = [("ab=", "a"), ("ba=", "b"), ("aab=", "aa")]
+
+
 SMALL = {
     "alphabet": ALPHABET,
     "layers": 1,
@@ -89,6 +94,17 @@ def test_what_is_promised_of_a_policy_is_what_its_files_tell(made):
     assert dict(promise.config) == {name: config[name] for name in promise.config}
 
 
+def test_the_record_tells_what_made_the_folder(made):
+    record = json.loads((made / RECORD_FILE).read_text())
+    assert (
+        WarmStartSpec(**record["spec"]).fingerprint
+        == record["fingerprint"]
+        == recorded_fingerprint(made)
+    )
+    assert record["examples"] == len(EXAMPLES)
+    assert record["spec"]["steps"] == 4
+
+
 def test_a_folder_of_the_same_spec_is_reused_and_one_of_another_spec_replaced(
     tmp_path, fake_training
 ):
@@ -100,6 +116,44 @@ def test_a_folder_of_the_same_spec_is_reused_and_one_of_another_spec_replaced(
     assert len(fake_training) == 3
     assert recorded_fingerprint(tmp_path / "p") == fake_training[-1].fingerprint
     assert [path.name for path in tmp_path.iterdir()] == ["p"]
+
+
+def test_every_field_of_the_spec_changes_its_fingerprint(fake_training, tmp_path):
+    warm_start(tmp_path / "p", examples=EXAMPLES, **SMALL)
+    changes = {
+        "alphabet": "ba=",
+        "layers": 2,
+        "width": 32,
+        "heads": 4,
+        "mlp_width": 24,
+        "max_positions": 9,
+        "steps": 5,
+        "batch_size": 2,
+        "learning_rate": 1e-4,
+        "seed": 1,
+        "threads": 2,
+    }
+    for change in changes.items():
+        warm_start(tmp_path / "p", examples=EXAMPLES, **SMALL | dict([change]))
+    assert len({spec.fingerprint for spec in fake_training}) == len(changes) + 1
+
+
+def test_a_failed_warm_start_leaves_the_folder_as_it_was(tmp_path, fake_training, monkeypatch):
+    warm_start(tmp_path / "p", examples=EXAMPLES, **SMALL)
+    before = (tmp_path / "p" / RECORD_FILE).read_text()
+
+    def fail(work, spec, report, timeout_s):
+        (work / "policy").mkdir()
+        (work / "policy" / "model.safetensors").write_bytes(b"half")
+        raise WarmStartError("killed")
+
+    for fault, error in ((fail, "killed"), (lambda *_: None, "without a complete policy")):
+        monkeypatch.setattr(launch, "_train", fault)
+        for name in ("p", "new"):
+            with pytest.raises(WarmStartError, match=error):
+                warm_start(tmp_path / name, examples=EXAMPLES, **SMALL | {"seed": 1})
+    assert [path.name for path in tmp_path.iterdir()] == ["p"]
+    assert (tmp_path / "p" / RECORD_FILE).read_text() == before
 
 
 def test_two_that_make_the_same_policy_at_once_both_get_it(tmp_path, fake_training, monkeypatch):
@@ -234,6 +288,11 @@ def test_the_policy_and_its_loss_repeat_and_only_answers_and_their_end_are_learn
     assert losses[0][-1] < losses[0][0] / 2
     for one, other in zip(*(model.parameters() for model in models), strict=True):
         assert torch.equal(one, other)
+
+
+def test_progress_is_plain_lines_where_there_is_no_terminal(tmp_path, fake_training, capsys):
+    warm_start(tmp_path / "p", examples=EXAMPLES, **SMALL)
+    assert capsys.readouterr().err == "warm start of p: step 4/4, loss 1.000\n"
 
 
 @pytest.mark.usefixtures("fresh")

@@ -6,14 +6,28 @@ from collections.abc import Collection, Mapping
 from .code import ROOT
 
 PAGE = ROOT / "docs" / "refused.md"
+
+
+TABLE = "| refused | why |\n|---|---|\n"
+
+
 EVIDENT = frozenset((ROOT / "tests" / "refused" / "evident.txt").read_text("utf-8").splitlines())
+
+
 """Refusals that the page leaves out, because their messages say all: values out of range, names
 that are misspelled, files that are missing or damaged.
 """
+
+
 WHY = ": *"
+
+
 """Between a refusal and its reason, which ends with the line's last star."""
 
+
 Refusals = Mapping[str, Mapping[str, str]]
+
+
 """By heading, by what is refused: the file that refuses it."""
 
 

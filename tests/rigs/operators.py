@@ -152,6 +152,29 @@ def paced(operator: O, seconds: float, *, spins: bool = False) -> O:
     return wrapped(operator, lambda inner: _Paced(inner, seconds, spins))
 
 
+class _Withheld(Around):
+    def __init__(self, inner: Runtime, seconds: float) -> None:
+        super().__init__(inner)
+        self._seconds, self._since = seconds, time.monotonic()
+
+    def work(self) -> list[Batch] | None:
+        if time.monotonic() - self._since < self._seconds:
+            return None
+        made = super().work()
+        self._since = time.monotonic() if made else self._since
+        return made
+
+    def starved(self) -> bool:
+        return bool(self.inner.pending())
+
+
+def withheld(operator: O, seconds: float) -> O:
+    """The same operator, which begins nothing until so long after the last, as one whose weights
+    come that seldom.
+    """
+    return wrapped(operator, lambda inner: _Withheld(inner, seconds))
+
+
 class _Mute(Around):
     def work(self) -> list[Batch] | None:
         return None

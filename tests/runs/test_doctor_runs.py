@@ -3,6 +3,7 @@ never moves.
 """
 
 import contextlib
+import ctypes
 import os
 import re
 import signal
@@ -15,7 +16,7 @@ from rigs.graphs import fake_graph
 from rigs.machine import wait_until
 from rigs.operators import mute, slow
 
-from dataflow import Graph, Model, run, scorer
+from dataflow import Graph, Model, RunError, run, scorer
 from dataflow.doctor.report import examine
 from dataflow.errors import DeadlineError
 from dataflow.folder.socket_folder import CONTROL
@@ -29,7 +30,10 @@ pytestmark = [
     pytest.mark.slow,
 ]
 
+
 MODEL = Model("fake-policy")
+
+
 PATIENT = Limits(stop_s=2.0, hang_s=150.0, stopped_s=150.0)
 
 
@@ -110,6 +114,29 @@ def test_the_doctor_finds_a_run_well_then_names_a_stopped_worker_and_a_signal_wr
         result = run(endless(judge), runs=tmp_path, quiet=True, limits=PATIENT)
     assert result.verdict.clean, "what the doctor does leaves the run alone"
     assert "is stopped (state T" in next(result.folder.glob("doctor-*.txt")).read_text()
+
+
+def test_a_worker_that_holds_its_interpreter_is_told_apart_and_its_log_says_where_it_is(
+    tmp_path: Path,
+) -> None:
+    held = tmp_path / "held"
+
+    @scorer(isolate=False)
+    def judge(completion: str) -> float:
+        if not held.exists():
+            held.touch()
+            ctypes.PyDLL(None).sleep(120)  # with the interpreter's lock held
+        return 1.0
+
+    def visit(folder: Path) -> None:
+        text = said(folder, r"judge-0 \(pid \d+\) does not answer \(state [SD] in /proc\)")
+        os.kill(pid_of("judge-0", text), signal.SIGKILL)
+        assert re.search(
+            r"judge-0 does not answer .*; its log now has\n(.*\n)?.*in judge\b", text
+        ), text
+
+    with beside(visit, tmp_path), contextlib.suppress(RunError):
+        run(endless(judge), runs=tmp_path, quiet=True, limits=PATIENT)
 
 
 def test_a_run_in_which_nothing_moves_ends_with_the_root_and_a_report_in_its_folder(

@@ -26,6 +26,7 @@ from operators.losses import aipo
 
 pytestmark = [pytest.mark.usefixtures("one_core"), pytest.mark.timeout(180)]
 
+
 BOUND = 2
 
 
@@ -146,3 +147,11 @@ def test_a_run_of_episodes_tells_its_turns_and_the_seconds_of_its_world(
     assert seen.turns == {"talk": 2.0} and 0.01 <= seen.world_s["talk"] < 10.0
     text = " ".join(told(g, str(made.folder), gpus=None, workload="", steps=20).split())
     assert "rollouts of 'talk' in 2 turns of like length" in text
+
+
+def test_a_run_that_is_too_short_calibrates_nothing(policy: Path, tmp_path: Path) -> None:
+    made = run(tiny_graph(policy, max_staleness=1), steps=4, on=inline(), runs=tmp_path, quiet=True)
+    with pytest.raises(
+        GraphError, match=r"has 4 steps, of which 0 can be counted; .* let it make 19 or more"
+    ):
+        look(made.folder)

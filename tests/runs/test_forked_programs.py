@@ -26,6 +26,7 @@ print(json.dumps({
 sys.exit("in the end")
 """.replace("PROGRAM", "atexit")
 
+
 pytestmark = pytest.mark.usefixtures("forked")
 
 
@@ -86,3 +87,28 @@ def test_a_program_has_what_it_was_given_and_nothing_else(how: str, tmp_path: Pa
         "ignores": ignored(),
         "threads": 1,
     }
+
+
+@pytest.mark.parametrize(
+    ("number", "status"),
+    [(signal.SIGINT, -signal.SIGINT), (signal.SIGTERM, -signal.SIGTERM), (signal.SIGKILL, -9)],
+)
+def test_a_signal_ends_a_program_as_it_would(number: int, status: int) -> None:
+    code = "import time; print('up', flush=True); time.sleep(60)"
+    with subprocess.Popen(
+        [sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    ) as process:
+        assert process.stdout is not None and process.stdout.readline() == b"up\n"
+        process.send_signal(number)
+        assert process.wait(60) == status
+
+
+def test_a_program_that_raises_prints_it_and_one_that_cannot_start_says_so() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", "1 / 0"], capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 1 and done.stderr.rstrip().endswith(
+        "ZeroDivisionError: division by zero"
+    )
+    with pytest.raises((OSError, subprocess.SubprocessError), match="No such file"):
+        subprocess.run([sys.executable, "-c", ""], cwd="/no-such-folder", timeout=60)

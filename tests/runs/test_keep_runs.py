@@ -10,6 +10,7 @@ import pytest
 from rigs.graphs import reward, tiny_graph, words
 
 from dataflow import Array, Result, inline, keep, run, scorer, verify
+from dataflow.errors import OperatorError
 from dataflow.folder.ledger import Ledger
 from dataflow.folder.run_folder import RunFolder
 
@@ -89,6 +90,21 @@ def test_a_source_that_ends_is_used_up_whatever_is_dropped(
     assert trained(result) == [group for group in range(20) if group % 3][:12]
     assert "20 groups issued = 12 trained + 8 dropped" in result.verdict.line
     assert "7 two_of_three" in result.verdict.line and "1 too few for a step" in result.verdict.line
+
+
+def test_a_filter_that_drops_everything_ends_the_run_and_is_named(
+    policy: Path, tmp_path: Path
+) -> None:
+    @keep(isolate=False)
+    def never(reward: Array) -> bool:
+        return False
+
+    with pytest.raises(
+        OperatorError,
+        match=r"dropped \d+ groups in a row and trained none; found \{'never': \d+\}.*"
+        r"loosen the filter 'never'",
+    ):
+        run(tiny_graph(policy, scorers=(reward, never)), on=inline(), runs=tmp_path, quiet=True)
 
 
 def test_groups_of_a_filter_that_raises_are_dropped_as_failed(policy: Path, tmp_path: Path) -> None:

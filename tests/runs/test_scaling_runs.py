@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,7 +16,7 @@ from typing import Any
 
 import pytest
 import zmq
-from rigs.graphs import fake_graph, tiny_graph
+from rigs.graphs import fake_graph, reward, tiny_graph, words
 from rigs.machine import wait_until
 from rigs.operators import Around, built_by, wrapped
 
@@ -23,23 +24,38 @@ from dataflow import Graph, GraphError, Model, Result, RunError, inline, run
 from dataflow.errors import DeadlineError
 from dataflow.folder.run_folder import RunFolder
 from dataflow.folder.socket_folder import CONTROL
+from dataflow.node import Transform
 from dataflow.records import GROUP_ID
 from dataflow.runtime import Batch, Context, Runtime
 from dataflow.scheduler.control import Limits
 from dataflow.scheduler.requests import ask_to_scale
 from dataflow.staleness import admit
-from dataflow.testing import FakeGenerator, FakeTrainer
+from dataflow.testing import FakeGenerator, FakePrompts, FakeTrainer
 from dataflow.worker.ports import Ports
+from operators import Evaluate, Prompts
 from transport.data.outbox import Outbox
 
 pytestmark = [pytest.mark.usefixtures("forked", "one_core"), pytest.mark.timeout(120)]
 
+
 ROOT = Path(__file__).parents[2]
+
+
 MODEL = Model("fake-policy")
+
+
+NO_BOUND = 1_000_000
+
+
 PROMPTS = "prompts>generator:prompts"
+
+
 QUICK = Limits(stop_s=2.0)
 
+
 Holds = Mapping[int, Callable[[], object]]
+
+
 """By step: what has to come about before the trainer goes on from there."""
 
 
@@ -206,10 +222,99 @@ def test_one_replica_becomes_three_and_one_again_and_every_group_is_trained_once
 
 
 @pytest.mark.slow
+def test_who_takes_turns_is_joined_and_left_in_its_nodes_turns(runs: Runs) -> None:
+    holds = {
+        4: runs.started("generator-1", "generator-2"),
+        20: runs.stopped("generator-1", "generator-2"),
+    }
+    generator, scale = (
+        FakeGenerator(model=MODEL, in_flight=8),
+        {2: {"generator": 3}, 12: {"generator": 1}},
+    )
+    result = runs(fakes(holds, count=120, generator=generator), gpus="shared", scale=scale)
+    assert trained(result) == each_once(120)
+    assert result.verdict.clean, result.verdict.line
+
+
+@pytest.mark.slow
+def test_a_newcomer_gets_the_threads_that_the_plan_gives_each_process(runs: Runs) -> None:
+    result = runs(fakes({5: runs.started("generator-1")}), scale={0: {"generator": 2}})
+    assert "threads=1" in runs.folder.log("generator", 1).read_text()
+    told = RunFolder.open(result.folder).read_json("config.json")["plan"]
+    assert "from step 0 on 'generator' has 2 replicas; each that joins gets 1 thread" in told
+
+
+@pytest.mark.slow
+def test_a_number_is_never_used_again(runs: Runs) -> None:
+    holds = {
+        2: runs.started("generator-1"),
+        30: runs.stopped("generator-1"),
+        60: runs.started("generator-2"),
+    }
+    scale = {2: {"generator": 2}, 30: {"generator": 1}, 60: {"generator": 2}}
+    result = runs(fakes(holds), scale=scale)
+    assert trained(result) == each_once(400)
+    assert not (runs.folder.logs / "generator-3.log").exists()
+
+
+@pytest.mark.slow
 def test_a_replica_that_joins_after_the_last_prompt_ends_like_the_others(runs: Runs) -> None:
     result = runs(fakes({9: runs.started("generator-1")}, count=40), scale={9: {"generator": 2}})
     assert trained(result) == each_once(40)
     assert result.verdict.clean, result.verdict.line
+
+
+@dataclass(frozen=True, eq=False)
+class Stage(Transform):
+    """A heavy operator that passes its rows on."""
+
+    def build(self, context: Context) -> Runtime:
+        return _Passing()
+
+
+class _Passing(Runtime):
+    def __init__(self) -> None:
+        self._held: list[Batch] = []
+
+    def room(self) -> int:
+        return 64 if len(self._held) < 4 else 0
+
+    def push(self, batch: Batch) -> None:
+        self._held.append(batch)
+
+    def pending(self) -> int:
+        return len(self._held)
+
+    def work(self) -> list[Batch] | None:
+        if not self._held:
+            return None
+        batch = self._held.pop(0)
+        batch.ack()
+        return [Batch(batch.source, batch.records)]
+
+
+@pytest.mark.slow
+def test_two_stages_in_a_row_may_change_at_once(runs: Runs, heard: Heard) -> None:
+    g, first, staged = Graph("stages"), FakeGenerator(model=MODEL), "generator>stage:prompts"
+    holds = {
+        2: lambda: heard.credit(PROMPTS, 3)() and heard.credit(staged, 3 * 2)(),
+        50: lambda: heard.retired(PROMPTS, 1)() and heard.retired(staged, 3)(),
+        65: runs.stopped("generator-2", "stage-1"),
+        80: heard.retired(PROMPTS, 2),
+        100: runs.stopped("generator-1"),
+        101: runs.started("stage-2", "stage-3"),
+    }
+    trainer = held(FakeTrainer(model=MODEL, prompts_per_step=4), holds)
+    trainer(reward(Stage(name="stage")(first(g.source(FakePrompts(size=600))))))
+    g.feedback(trainer.weights, first, max_staleness=4)
+    scale = {
+        2: {"generator": 3, "stage": 2},
+        50: {"stage": 1, "generator": 2},
+        80: {"stage": 3, "generator": 1},
+    }
+    result = runs(g, scale=scale)
+    assert trained(result) == each_once(600)
+    assert nothing_lost(result), result.verdict.line
 
 
 @dataclass
@@ -322,6 +427,84 @@ def test_a_leaver_waits_until_its_prompts_may_start_and_none_of_them_is_lost(
     took, began = noted.of("took", 1), noted.of("began", 1)
     assert sorted(batch[:2] for batch in took) == sorted(batch[:2] for batch in began)
     assert max(at for _, _, at in took) <= 20 < 30 < max(at for _, _, at in began)
+
+
+@pytest.mark.slow
+def test_a_replica_that_joins_during_an_evaluation_takes_part_in_it(
+    runs: Runs, tmp_path: Path
+) -> None:
+    noted, fake, g = Noted(tmp_path / "noted"), FakeGenerator(model=MODEL), Graph("evaluated")
+
+    class Keeping(_Noting):
+        def room(self) -> int:
+            """The first replica finishes none before those that join have some."""
+            waits = self.rank == 0 and not all(
+                noted.of("took", rank, "held_out") for rank in (1, 2)
+            )
+            return 0 if waits else super().room()
+
+    generator = built_by(
+        fake, lambda context: Keeping(FakeGenerator.build(fake, context), context, noted)
+    )
+    trainer = FakeTrainer(model=MODEL, prompts_per_step=4)
+    trainer(reward(generator(g.source(Prompts(words(40), columns=("answer",))))))
+    # one replica may have 512
+    held_out = Prompts(words(1_500), columns=("answer",), name="held_out")
+    Evaluate(every_steps=1_000)(reward(generator(g.source(held_out))))
+    g.feedback(trainer.weights, generator, max_staleness=NO_BOUND)
+    result = runs(g, steps=10, scale={0: {"generator": 3}})
+    for rank in range(3):
+        assert min(first for first, _, _ in noted.of("took", rank, "held_out")) < 1_500
+    assert [step for step, _ in result.evaluations] == [0, 10]
+    assert trained(result) == each_once(40)
+    assert "eval: 3,000 groups issued = 3,000 evaluated" in result.verdict.summary
+
+
+# What goes wrong
+
+
+@pytest.mark.slow
+def test_a_newcomer_that_dies_before_it_is_ready_is_started_again_and_joins(
+    runs: Runs, tmp_path: Path
+) -> None:
+    fake, struck = FakeGenerator(model=MODEL), tmp_path / "struck"
+
+    def build(context: Context) -> Runtime:
+        if context.rank and not struck.exists():
+            struck.touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+        return FakeGenerator.build(fake, context)
+
+    holds = {5: runs.started("generator-1")}
+    result = runs(
+        fakes(holds, count=100, generator=built_by(fake, build)), scale={2: {"generator": 2}}
+    )
+    assert struck.exists() and trained(result) == each_once(100)
+    assert result.verdict.clean, result.verdict.line
+
+
+@pytest.mark.slow
+def test_a_newcomer_that_is_not_built_in_time_ends_the_run_and_says_what_it_waits_for(
+    runs: Runs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fake = FakeGenerator(model=MODEL)
+
+    def build(context: Context) -> Runtime:
+        if context.rank:
+            time.sleep(60)
+        return FakeGenerator.build(fake, context)
+
+    graph = fakes({2: runs.stopped("generator-1")}, generator=built_by(fake, build))
+    with pytest.raises(
+        DeadlineError, match=r"waited 3 s for 'generator-1' to join.*its operator to be built"
+    ):
+        run(
+            graph,
+            runs=runs.path,
+            quiet=True,
+            limits=Limits(start_s=3.0, stop_s=1.0),
+            scale={2: {"generator": 2}},
+        )
 
 
 # What goes wrong

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from episode_rig import TURNS, episode_graph
 from rigs.graphs import fake_graph, reward, tiny_graph, words
-from rigs.operators import paced
+from rigs.operators import paced, withheld
 
 from dataflow import Graph, Model, Result, inline, join, run, scorer
 from dataflow.errors import RunError
@@ -25,6 +25,8 @@ from operators.credit import token_gae, token_rewards
 from operators.losses import aipo, value_loss
 
 pytestmark = [pytest.mark.usefixtures("machine"), pytest.mark.timeout(600), pytest.mark.slow]
+
+
 MODEL = Model("fake-policy")
 
 
@@ -169,6 +171,40 @@ def test_the_states_of_every_node_add_up_to_the_time_of_the_run(
         assert said["measured"] == pytest.approx(whole, rel=0.03, abs=0.25), (name, said, whole)
 
 
+def test_operators_that_spin_and_sleep_are_busy_and_one_without_room_ahead_is_blocked(
+    light: None, tmp_path: Path
+) -> None:
+    """A step takes 80 ms of a processor, the groups for it 24 ms of sleep, and 32 groups may be
+    under way.
+    """
+    generator = paced(FakeGenerator(model=MODEL), 0.003)
+    trainer = paced(FakeTrainer(model=MODEL), 0.08, spins=True)
+    graph = fake_graph(
+        generator=generator, trainer=trainer, scorers=(quick,), count=None, max_staleness=3
+    )
+    found = shares(run(graph, steps=60, runs=tmp_path, quiet=True))
+    assert found["trainer"]["busy"] > 0.8
+    assert 0.05 < found["generator"]["busy"] < 0.7 and found["generator"]["waiting"] > 0.3
+    assert found["prompts"]["blocked"] > 0.8
+    assert max(of["starved"] for of in found.values()) == 0
+
+
+def test_one_whose_weights_are_withheld_is_starved_and_who_waits_for_it_waits(
+    light: None, tmp_path: Path
+) -> None:
+    """It has rows, and may not begin any before 400 ms; then it sleeps 10 ms for each group that it
+    takes.
+    """
+    generator = withheld(paced(FakeGenerator(model=MODEL), 0.01), 0.4)
+    graph = fake_graph(generator=generator, scorers=(quick,), count=None, max_staleness=3)
+    found = shares(run(graph, steps=4, runs=tmp_path, quiet=True))
+    assert (
+        found["generator"]["starved"] > 0.6
+        and found["generator"]["starved"] + found["generator"]["busy"] > 0.9
+    )
+    assert found["trainer"]["waiting"] > 0.8 and found["trainer"]["starved"] == 0
+
+
 # Which node bounds a run
 
 
@@ -214,6 +250,8 @@ class Pace:
 
 
 NODES = ("generator", "judged", "quick", "ranked", "trainer")
+
+
 BOUND = {
     "trainer": Pace(trainer=0.24),
     "generator": Pace(generator=0.24),
@@ -237,3 +275,31 @@ def test_the_node_that_is_named_is_the_one_that_made_twice_as_fast_gains_most(
     }
     assert min(faster, key=lambda node: faster[node]) == named, (result.seconds, faster)
     assert faster[named] < 0.9 * result.seconds
+
+
+def test_in_a_synchronous_run_too_it_is_the_node_that_is_named_that_gains_most(
+    policy: Path, tmp_path: Path
+) -> None:
+    """There no two of them work at a time, and what any of them saves is saved: most where most is
+    spent.
+    """
+
+    def made(generator: float, trainer: float, runs: Path) -> Result:
+        graph = tiny_graph(policy, max_staleness=0)
+        slower = {"generator": generator, "trainer": trainer}
+        for name, seconds in slower.items():
+            operator = graph.operators[name]
+            object.__setattr__(operator, "build", paced(operator, seconds).build)
+        return run(graph, steps=12, runs=runs, quiet=True)
+
+    result = made(0.1, 0.05, tmp_path / "as it is")
+    named = Looks(RunFolder.open(result.folder), gone).look()["bottleneck"]
+    faster = {
+        "generator": made(0.05, 0.05, tmp_path / "g").seconds,
+        "trainer": made(0.1, 0.025, tmp_path / "t").seconds,
+    }
+    assert named == "generator" == min(faster, key=lambda node: faster[node]), (
+        result.seconds,
+        faster,
+        shares(result),
+    )

@@ -7,7 +7,7 @@ import random
 import pytest
 
 from transport.errors import MessageError
-from transport.numbered import AGAIN_S, Frames, Numbered
+from transport.numbered import AGAIN_S, MOST_AGAIN_S, Frames, Numbered
 
 
 def heard(end: Numbered, *frames: Frames, now: float = 0.0) -> list[bytes]:
@@ -32,6 +32,26 @@ def test_a_message_that_a_connection_lost_is_sent_again_as_soon_as_the_other_is_
     assert heard(other, *again, *said) == []  # each once
     heard(one, alive(other), now=100.0)
     assert one.missing(100.0) == []
+
+
+def test_what_is_not_heard_is_sent_again_less_and_less_often() -> None:
+    one, other = Numbered(), Numbered()
+    one.frames(b"x", 0.0, is_kept=True)
+    times: list[float] = []
+    for tenth in range(1000):
+        heard(one, alive(other), now=tenth / 10)
+        times += [tenth / 10] * len(one.missing(tenth / 10))
+    waits = [after - before for before, after in zip([0.0, *times], times, strict=False)]
+    assert (
+        waits[:3] == pytest.approx([AGAIN_S, 2 * AGAIN_S, 4 * AGAIN_S])
+        and max(waits) <= MOST_AGAIN_S + 0.1
+    )
+
+
+def test_what_is_said_again_by_itself_is_heard_out_of_turn_and_not_kept() -> None:
+    one, other = Numbered(), Numbered()
+    one.frames(b"lost", 0.0, is_kept=True)
+    assert heard(other, alive(one)) == [b"alive"]
 
 
 def test_one_that_has_nothing_to_say_asks_for_what_it_misses() -> None:
@@ -100,3 +120,15 @@ def test_whatever_connections_lose_each_message_arrives_once_and_in_order(seed: 
             ways = [[], []]
     for at in (0, 1):
         assert came[1 - at] == [b"%d" % number for number in range(said[at])]
+
+
+def test_one_that_follows_another_in_the_same_session_is_heard_from_its_first_message_on() -> None:
+    """As two trainers that a program opens at one address, with no scheduler that numbers them."""
+    reader, found = Numbered(), []
+    for writer in (Numbered(), Numbered(), Numbered()):
+        heard(writer, reader.frames(b"join", 0.0, is_kept=True))
+        found += heard(
+            reader, *[writer.frames(b"%d" % number, 0.0, is_kept=True) for number in range(3)]
+        )
+        heard(writer, alive(reader))
+    assert found == [b"0", b"1", b"2"] * 3

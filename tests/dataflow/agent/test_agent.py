@@ -2,6 +2,7 @@
 
 import re
 import socket
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -10,14 +11,15 @@ from typing import Any
 
 import psutil
 import pytest
+from msgspec import structs
 from rigs.graphs import fake_graph
 from rigs.machine import wait_until
 
 from dataflow import scorer
-from dataflow.agent.agent import Agent, SchedulerSocket
-from dataflow.agent.digest import built, other_program, program_files
+from dataflow.agent.agent import UNBEGUN_S, Agent, SchedulerSocket, over
+from dataflow.agent.digest import built, other_program, program_files, versions
 from dataflow.agent.environment import AgentEnvironment
-from dataflow.agent.messages import Bye, End, Join, Leaves
+from dataflow.agent.messages import Begin, Bye, End, Failed, Join, Leaves, Stay
 from dataflow.agent.rendezvous import Rendezvous
 from dataflow.errors import RunError
 from dataflow.history.launch import Launch
@@ -27,7 +29,27 @@ from dataflow.scheduler.host_agent import AgentsSocket
 from dataflow.system.addresses import own_address
 from dataflow.system.security import RunKeys
 
+STAY = Stay(wait_s=60.0, end_s=120.0, silent_s=30.0)
+
+
 HOSTS = [Host(name="h1", cpus=2), Host(name="h2", cpus=2)]
+
+
+@pytest.mark.parametrize(
+    ("silent_s", "stays", "keeps", "ends"),
+    [
+        (UNBEGUN_S - 1, None, True, False),
+        (UNBEGUN_S + 1, None, True, True),
+        (59.0, STAY, False, False),
+        (61.0, STAY, False, True),
+        (61.0, STAY, True, False),
+        (181.0, STAY, True, True),
+    ],
+)
+def test_an_agent_waits_for_a_scheduler_as_long_as_it_was_told_and_for_workers_that_come_to_an_end(
+    silent_s: float, stays: Stay | None, keeps: bool, ends: bool
+) -> None:
+    assert over(silent_s, stays, keeps=keeps) is ends
 
 
 def test_the_same_program_has_the_same_digest_and_another_one_is_told_by_its_file(
@@ -56,6 +78,12 @@ def test_the_files_of_a_users_functions_belong_to_the_program() -> None:
 
 def partial_of_here(completion: str) -> float:
     return float(len(completion))
+
+
+def test_versions_are_those_of_this_process() -> None:
+    found = versions()
+    assert set(found) == {"Python", "torch", "engine"}
+    assert all(found.values()) and found["torch"][0].isdigit()
 
 
 def test_an_address_is_that_of_an_interface_or_of_the_way_to_the_scheduler() -> None:
@@ -176,3 +204,50 @@ def test_an_agent_that_is_asked_to_end_says_so_and_does_where_no_scheduler_has_a
         joins.leave()
         thread.join(20)
         scheduler.close()
+
+
+@pytest.mark.parametrize("is_left_out", [True, False])
+def test_a_host_that_has_just_died_keeps_nobody_out_and_one_that_is_there_and_not_reached_does(
+    is_left_out: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def forkserver(begin: Begin, sockets: Path) -> None:
+        raise RunError("it would build the graph")
+
+    monkeypatch.setattr(sys.modules[Agent.__module__], "HostForkserver", forkserver)
+    keys = RunKeys.make()
+    scheduler = AgentsSocket("127.0.0.1", keys)
+    with socket.socket() as closed:
+        closed.bind(("127.0.0.1", 0))
+        dead = Begin(
+            launch={},
+            inputs={},
+            whereabouts={"control": "", "commands": ""},
+            reach_addresses={"h2": f"127.0.0.1|{closed.getsockname()[1]}"},
+        )
+        joins = agent(scheduler.address, keys, tmp_path)
+        thread = threading.Thread(target=joins.run)
+        thread.start()
+        said: list[Any] = []
+
+        def has_failed() -> bool:
+            for identity, message in scheduler.received(print):
+                said.append(message)
+                if isinstance(message, Join):
+                    is_first = sum(isinstance(each, Join) for each in said) == 1
+                    left = (
+                        structs.replace(dead, reach_addresses={})
+                        if is_left_out and not is_first
+                        else dead
+                    )
+                    scheduler.send(identity, left)
+            return any(isinstance(each, Failed) for each in said)
+
+        try:
+            wait_until(has_failed, 20.0, "the end of the agent")
+        finally:
+            joins.leave()
+            thread.join(20)
+            scheduler.close()
+    expected = "it would build the graph" if is_left_out else "host 'h1' does not reach host 'h2'"
+    (failed,) = [each for each in said if isinstance(each, Failed)]
+    assert expected in failed.error and sum(isinstance(each, Join) for each in said) > 1

@@ -6,8 +6,30 @@ from pathlib import Path
 import pytest
 
 from dataflow.agent.environment import AgentEnvironment
+from dataflow.agent.messages import FROM_AGENT, TO_AGENT, Begin, Built, Join, Spawn
 from dataflow.errors import RunError
+from dataflow.system.messages import MessageError
 from dataflow.system.security import KEYS_BYTES, RunKeys
+
+
+def test_messages_of_agents_come_as_they_went() -> None:
+    join = Join(
+        name="h1", cpus=2, address="10.0.0.1", sockets="/dev/shm/x", folder="/runs/a", pid=7
+    )
+    assert FROM_AGENT.decode(FROM_AGENT.encode(join)) == join
+    assert FROM_AGENT.decode(FROM_AGENT.encode(Built(digest="ab", files={"a.py": "cd"}))) == Built(
+        digest="ab", files={"a.py": "cd"}
+    )
+    begin = Begin(
+        launch={"module": "graphs.sorting"},
+        inputs={"steps": None, "scale": [[1, {"a": 2}]]},
+        whereabouts={},
+    )
+    assert TO_AGENT.decode(TO_AGENT.encode(begin)) == begin
+    spawn = Spawn("trainer-0", {"host": "h1"}, heavy=True, keeps=True)
+    assert TO_AGENT.decode(TO_AGENT.encode(spawn)) == spawn
+    with pytest.raises(MessageError, match="another protocol"):
+        FROM_AGENT.decode(TO_AGENT.encode(spawn))
 
 
 def test_an_agent_finds_what_its_launcher_said(tmp_path: Path) -> None:

@@ -92,6 +92,41 @@ def test_heavy_workers_find_the_preloaded_modules_and_light_ones_do_not_wait_for
         client.close()
 
 
+def test_a_killed_worker_is_reported_with_its_signal() -> None:
+    client = ForkserverClient(lambda settings: time.sleep(60) or 0, {}, lambda: None)
+    try:
+        client.spawn("a", {}, heavy=False)
+        events = Events(client)
+        events.find("started")
+        client.kill("a", signal.SIGKILL)
+        assert events.find("exited")["status"] == -signal.SIGKILL
+    finally:
+        client.close()
+
+
+def test_it_tells_of_a_worker_that_is_stopped_and_of_its_going_on_each_once() -> None:
+    client = ForkserverClient(lambda settings: time.sleep(60) or 0, {}, lambda: None)
+    try:
+        client.spawn("a", {}, heavy=False)
+        events = Events(client)
+        pid = events.find("started")["pid"]
+        for number, told in (
+            (signal.SIGSTOP, "stopped"),
+            (signal.SIGCONT, "continued"),
+            (signal.SIGKILL, "exited"),
+        ):
+            os.kill(pid, number)
+            assert events.find(told)["name"] == "a"
+        assert [event["event"] for event in events.seen] == [
+            "started",
+            "stopped",
+            "continued",
+            "exited",
+        ]
+    finally:
+        client.close()
+
+
 def test_what_a_worker_started_is_killed_when_it_has_ended_and_before_that_is_told(
     tmp_path: Path,
 ) -> None:
@@ -151,6 +186,8 @@ def test_closing_ends_a_worker_that_does_not_listen() -> None:
 
 
 _STOPPED: list[int] = []
+
+
 """Schedulers that a test has stopped, and that nobody else ends; each leads a group with its
 forkserver."""
 
@@ -223,12 +260,44 @@ def test_a_successor_gets_every_worker_as_it_is_and_may_use_them(tmp_path: Path)
     wait_until(lambda: not alive(forkserver))
 
 
+def test_a_successor_hears_of_a_worker_that_was_stopped_while_there_was_no_scheduler(
+    tmp_path: Path,
+) -> None:
+    _, sleeper, _ = left_behind(tmp_path, 30.0)
+    os.kill(sleeper, signal.SIGSTOP)
+    time.sleep(0.3)  # the forkserver looks several times, and has nobody to tell
+    taken = TakenOverForkserver(str(tmp_path / "takeover"))
+    try:
+        assert Events(taken).find("stopped")["pid"] == sleeper
+    finally:
+        taken.close()
+
+
 def test_workers_whose_scheduler_nobody_replaces_end_after_the_limit(tmp_path: Path) -> None:
     pids = left_behind(tmp_path, 0.4)
     assert alive(pids[1])
     wait_until(lambda: not any(map(alive, pids)), deadline_s=5.0)
     with pytest.raises(RunError, match="nobody keeps workers"):
         TakenOverForkserver(str(tmp_path / "takeover"))
+
+
+def test_after_the_limit_workers_that_others_wait_for_have_time_to_end(tmp_path: Path) -> None:
+    forkserver, sleeper, short = left_behind(tmp_path, 0.1, 30.0, keeps=True)
+    wait_until(lambda: not alive(short))
+    wait_until(lambda: not alive(sleeper) and not alive(forkserver), deadline_s=5.0)
+
+
+def test_a_successor_that_is_forked_is_replaced_when_it_ends_and_not_for_ever(
+    tmp_path: Path,
+) -> None:
+    def succeed() -> int:
+        with (tmp_path / "tries").open("a") as tries:
+            tries.write("x")
+        return 1
+
+    pids = left_behind(tmp_path, 3.0, standby=succeed)
+    wait_until(lambda: not any(map(alive, pids)), deadline_s=20.0)
+    assert (tmp_path / "tries").read_text() == "xxx"
 
 
 def is_stopped(pid: int) -> bool:

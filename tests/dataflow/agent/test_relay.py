@@ -98,3 +98,9 @@ def test_each_host_gets_one_message_and_very_many_workers_are_heard_less_often()
         "h1": ["w-8"],
     }
     assert not list(messages.tells())
+
+
+def test_however_many_workers_there_are_none_is_silent_for_so_long_that_it_seems_to_hang() -> None:
+    messages = HostMessages(hang_s=3.0)
+    messages.slows(8192)
+    assert 0.8 < messages.beat_s <= 1.0

@@ -23,6 +23,15 @@ from dataflow.display import (
 from dataflow.display.formatting import (
     ASCII,
     UNICODE,
+    age,
+    clean,
+    count,
+    duration,
+    fit,
+    rate,
+    score,
+    sparkline,
+    split_bar,
 )
 from dataflow.display.screen import Screen, lines, text_of
 from dataflow.display.views import plain_line, summary_lines
@@ -65,6 +74,7 @@ SNAPSHOT = Snapshot(
         ),
     ),
 )
+
 
 SUMMARY = Summary(
     faults=tuple(f"generator-{number} died (SIGKILL): not back" for number in range(7)),
@@ -136,6 +146,47 @@ def test_the_screen_at_forty_cells_without_unicode() -> None:
         "",
         "! 'reward' timed out on 2 rollouts",
     ]
+
+
+def test_the_number_of_replicas_stands_beside_the_name_and_changes_with_them() -> None:
+    one, three = (
+        Snapshot(nodes=(NodeSnapshot(name="generator", replicas=count),)) for count in (1, 3)
+    )
+    assert shown(one, Screen(width=80))[-1].startswith("generator  ")
+    assert shown(three, Screen(width=80))[-1].startswith("generator ×3  ")
+    assert shown(three, Screen(width=80, glyphs=ASCII))[-1].startswith("generator x3  ")
+    assert plain_line(three) == "step 0  generator x3  0:00 elapsed"
+    assert plain_line(one) == "step 0  0:00 elapsed"
+
+
+def test_where_nodes_are_too_many_the_busiest_are_shown_in_their_order() -> None:
+    crowd = tuple(NodeSnapshot(name=f"node_{at}", busy=at / 100) for at in range(100))
+    found = shown(Snapshot(nodes=crowd), Screen(width=80, height=10))
+    assert len(found) <= 10
+    assert [line.split()[0] for line in found[3:-1]] == [
+        "node_95",
+        "node_96",
+        "node_97",
+        "node_98",
+        "node_99",
+    ]
+    assert found[-1] == "… 95 more nodes, less busy"
+
+
+def test_the_plain_line_leaves_out_what_is_not_known() -> None:
+    assert (
+        plain_line(SNAPSHOT)
+        == "step 40/300  reward 0.42  eval 0.38  staleness 1.9/4  1,240 rollouts/s  23 k tokens/s "
+        " 0:41 elapsed, 2:10 left"
+    )
+    assert plain_line(Snapshot(step=3, elapsed_s=3725)) == "step 3  1:02:05 elapsed"
+    assert plain_line(Snapshot()) == "step 0  0:00 elapsed"
+
+
+def test_what_goes_on_beside_the_steps_is_told() -> None:
+    starting = Snapshot(steps=300, doing="starting generator, trainer")
+    assert plain_line(starting) == "step 0/300  starting generator, trainer  0:00 elapsed"
+    assert shown(starting, Screen(width=80))[1] == "starting generator, trainer"
 
 
 def test_the_summary_of_one_step_says_one_step() -> None:
@@ -330,6 +381,8 @@ ODD_NUMBER = (
     | st.integers()
     | st.sampled_from([math.nan, math.inf, -math.inf, 1e308, -0.0])
 )
+
+
 ODD_TEXT = st.text(max_size=40) | st.sampled_from(
     ["\x1b[2J", "a\nb", "排序", "\ud800", "[red]x[/red]"]
 )
@@ -361,6 +414,8 @@ SNAPSHOTS = odd(
     nodes=st.lists(odd(NodeSnapshot), max_size=5).map(tuple),
     edges=st.lists(odd(EdgeSnapshot), max_size=5).map(tuple),
 )
+
+
 SUMMARIES = odd(
     Summary,
     faults=st.lists(ODD_TEXT, max_size=7).map(tuple),
@@ -369,6 +424,8 @@ SUMMARIES = odd(
     models=st.lists(ODD_TEXT, max_size=2).map(tuple),
     commands=st.lists(st.tuples(ODD_TEXT, ODD_TEXT), max_size=2).map(tuple),
 )
+
+
 SCREENS = st.builds(
     Screen,
     width=st.integers(0, 200),
@@ -417,3 +474,61 @@ def test_no_view_raises_whatever_it_is_given(
 
 
 # --- words
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (0, "0"),
+        (38, "38"),
+        (1240, "1,240"),
+        (9999.4, "9,999"),
+        (9999.6, "10 k"),
+        (23_123, "23 k"),
+        (999_999, "1,000 k"),
+        (4.12e6, "4.1 M"),
+        (math.nan, "–"),
+        (None, "–"),
+        (math.inf, "–"),
+        (True, "–"),
+    ],
+)
+def test_counts_are_short(value: float | None, text: str) -> None:
+    assert count(value) == text
+
+
+def test_other_numbers_are_short_too() -> None:
+    assert [rate(0.43), rate(0), rate(38.2)] == ["0.4", "0", "38"]
+    assert [score(0.4249), score(-1), score(250.2), score(12_345)] == [
+        "0.42",
+        "-1.00",
+        "250",
+        "12 k",
+    ]
+    assert [age(2.0), age(1.94), age(None)] == ["2", "1.9", "–"]
+    assert [duration(41), duration(725), duration(3723), duration(-5)] == [
+        "0:41",
+        "12:05",
+        "1:02:03",
+        "0:00",
+    ]
+
+
+def test_a_sparkline_shows_the_way_of_the_values_in_few_signs() -> None:
+    assert sparkline([0, 1, 2, 3], 4, "abcd") == "abcd"
+    assert sparkline(list(range(100)), 4, "abcd") == "abcd"
+    assert sparkline([5, 5], 4, "abcd") == "aa"
+    assert sparkline([1, math.nan, 2], 4, "ab") == "ab"
+    assert sparkline([], 4, "abcd") == ""
+
+
+@given(ODD_NUMBER, ODD_NUMBER, st.integers(0, 40))
+def test_a_bar_is_always_as_wide_as_it_should_be(
+    busy: float | None, blocked: float | None, width: int
+) -> None:
+    assert len("".join(split_bar(busy, blocked, busy, width, UNICODE))) == width
+
+
+@given(st.text(max_size=30), st.integers(0, 20))
+def test_fitted_text_has_the_width_asked_for(text: str, width: int) -> None:
+    assert cell_len(fit(clean(text), width)) == width

@@ -2,6 +2,8 @@
 example.
 """
 
+import pytest
+
 from dataflow.display import Summary
 from dataflow.display.formatting import ASCII, TOLD_AT, Silence, silence
 from dataflow.display.views import summary_lines
@@ -13,6 +15,8 @@ MUTE = {
         "example": "reward 0.0 for the completion 'x' of 'y'",
     },
 }
+
+
 LOUD = {"groups": 4, "no_signal": None}
 
 
@@ -34,6 +38,21 @@ def test_what_is_said_names_the_scorer_the_groups_and_a_row() -> None:
     ):
         assert part in said
     assert "all 4 groups of 1 step, such as" in silence([MUTE])
+
+
+@pytest.mark.parametrize(
+    "lines", [[], [LOUD], [MUTE, LOUD], [LOUD, MUTE, MUTE, MUTE], [{"loss": 1.0}]]
+)
+def test_a_run_in_which_a_step_had_a_signal_is_not_said_to_have_none(
+    lines: list[dict[str, object]],
+) -> None:
+    assert silence(lines) == ""
+
+
+def test_of_several_scorers_those_are_named_that_were_silent_throughout() -> None:
+    both = {"groups": 1, "no_signal": {"scorers": ["'a' (x)", "'b' (x)"], "example": ""}}
+    one = {"groups": 1, "no_signal": {"scorers": ["'b' (x)"], "example": ""}}
+    assert "'b' (x) gave" in silence([both, one]) and "'a'" not in silence([both, one])
 
 
 def test_the_summary_has_it() -> None:

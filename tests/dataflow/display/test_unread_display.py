@@ -17,8 +17,11 @@ from typing import TextIO
 import pytest
 
 from dataflow.display import PlainView, SafeView, Snapshot, Summary, make_view, showing
+from dataflow.display.views import Direct, direct
 
 pytestmark = pytest.mark.timeout(60)
+
+
 ROOT = Path(__file__).parents[3]
 
 
@@ -68,6 +71,26 @@ def test_who_shows_something_to_nobody_goes_on_and_the_newest_state_is_what_is_s
         view.message("the first of all words")
         seen = unread.read_until(b"the first of all words")
     assert seen.count(b"step") < 20, "states that are past are not shown"
+
+
+def test_a_view_is_closed_though_nobody_reads(unread: Unread) -> None:
+    way = direct(unread.stream)
+    assert isinstance(way, Direct)
+    with SafeView([lambda: PlainView(way)], end_s=0.05) as view:
+        view.message("the last word")
+    unread.read_until(b"the last word")
+
+
+def test_what_is_printed_meanwhile_waits_for_nobody_either(
+    unread: Unread, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("stdout", "stderr"):
+        monkeypatch.setattr(sys, name, unread.stream)
+    with showing(unread.stream, quiet=not unread.stream.isatty()):
+        for count in range(100):
+            print(f"warning {count}", file=sys.stderr)
+        unread.read_until(b"warning 99")
+    assert sys.stderr is unread.stream
 
 
 def test_a_quiet_run_tells_what_goes_wrong_on_standard_error_and_nothing_else(

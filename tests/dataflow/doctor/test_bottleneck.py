@@ -2,9 +2,12 @@
 
 from typing import Any
 
+from hypothesis import given
+from hypothesis import strategies as st
+
 from dataflow.doctor.facts import Facts, Node, WorkerFacts
 from dataflow.doctor.verdict import bottleneck, verdict
-from dataflow.history.bottleneck import bounded
+from dataflow.history.bottleneck import bounded, groups
 
 
 def facts(turns: tuple[tuple[str, ...], ...] = (), **nodes: dict[str, Any]) -> Facts:
@@ -50,6 +53,12 @@ def test_nodes_that_take_turns_on_devices_bound_a_run_together() -> None:
     assert bottleneck(facts((("generator", "trainer"),), **shares)) == "generator"
 
 
+def test_of_loads_that_are_alike_it_is_the_last_on_the_way() -> None:
+    assert bottleneck(facts(generator={"busy": 1.0}, trainer={"busy": 0.99})) == "trainer"
+    assert bottleneck(facts(generator={"busy": 1.0}, trainer={"busy": 0.9})) == "generator"
+    assert bottleneck(facts(generator={"busy": 0.0}, trainer={})) is None
+
+
 PLACED = {
     "placed": {
         name: {"worker": "light" if name in ("judge", "credit") else name}
@@ -74,3 +83,10 @@ def test_a_run_is_as_efficient_as_what_bounds_it_was_at_work() -> None:
     ), "no more than all of the time"
     assert bounded(0.0, busy, {}, PLACED) is None and bounded(10.0, {}, {}, PLACED) is None
     assert bounded(10.0, {"trainer": 0.0}, {}, {}) is None
+
+
+@given(st.lists(st.lists(st.sampled_from("abcdef"), max_size=4), max_size=6))
+def test_every_name_is_in_one_group_with_all_that_it_belongs_to(together: list[list[str]]) -> None:
+    found = groups("abcdef", together)
+    assert sorted(name for group in found for name in group) == list("abcdef")
+    assert all(any(set(some) <= set(group) for group in found) for some in together)

@@ -4,6 +4,7 @@ itself.
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -13,10 +14,12 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import msgpack
 import pytest
+from rigs.machine import wait_until
 
 from dataflow.doctor.facts import gather
-from dataflow.doctor.history import History
+from dataflow.doctor.history import History, marks
 from dataflow.doctor.report import examine, last_error, report
 from dataflow.errors import DeadlineError
 from dataflow.folder.ledger import Ledger
@@ -24,8 +27,9 @@ from dataflow.folder.run_folder import RunFolder
 from dataflow.scheduler.requests import ask_for_facts
 from dataflow.scheduler.stall_watch import StallWatch
 from dataflow.scheduler.table import Life
-from dataflow.system import stacks
+from dataflow.system import processes, stacks
 from dataflow.system.processes import machine
+from dataflow.system.stacks import StackFrame, Thread
 from dataflow.worker.host import Settings
 
 # States from heartbeats
@@ -74,10 +78,25 @@ def test_one_that_waits_has_waited_since_it_last_worked_if_only_for_a_moment() -
     assert found[-1] == ("waiting", 2.0)
 
 
+def test_a_slice_that_has_not_ended_counts_as_work_though_no_second_of_it_is_told() -> None:
+    assert states(*[beat(at="trainer")] * 4)[-1] == ("working", 3.0)
+
+
 def test_one_that_has_ended_or_says_so_is_done_and_one_that_is_paused_is_so() -> None:
     assert states(beat(ended=True))[-1][0] == "done"
     assert states(beat(status={"done": 1}))[-1][0] == "done"
     assert states(beat(paused=True))[-1][0] == "paused"
+
+
+@pytest.mark.parametrize(
+    "told", [{"rows_in": 1}, {"rows_out": 1}, {"status": {"tokens": 9}}, {"status": {"version": 2}}]
+)
+def test_rows_tokens_steps_and_versions_are_movement_and_seconds_are_not(
+    told: dict[str, Any],
+) -> None:
+    still = {"trainer-0": {"heartbeat": beat()}}
+    assert marks(still) == marks({"trainer-0": {"heartbeat": beat(seconds={"busy": 5.0})}})
+    assert marks(still) != marks({"trainer-0": {"heartbeat": beat(**told)}})
 
 
 # Stacks
@@ -101,6 +120,15 @@ def test_stacks_show_where_every_other_thread_is() -> None:
     assert "MainThread" not in found, "the thread that takes them is left out"
     own = stacks.own(found["waiter"])
     assert own[-1].function.endswith("wait_for_the_answer") and own[-1].file == __file__
+
+
+def test_the_short_form_leaves_installed_packages_out_unless_there_is_nothing_else() -> None:
+    ours, theirs = (
+        StackFrame(file="/a/run.py", line=1, function="f"),
+        StackFrame(file="/x/site-packages/y.py", line=2, function="g"),
+    )
+    assert stacks.own(Thread(name="t", frames=(ours, theirs))) == (ours,)
+    assert stacks.own(Thread(name="t", frames=(theirs,))) == (theirs,)
 
 
 # Logs
@@ -129,6 +157,61 @@ def test_the_last_traceback_is_its_last_line_and_the_innermost_own_place() -> No
 def test_a_later_error_line_counts_more_than_an_earlier_traceback() -> None:
     found = last_error("a.log", TRACE + "\ntimestamp='x' level='error' event='lost'")
     assert found is not None and "event='lost'" in found.text
+
+
+@pytest.mark.parametrize("text", ["", "level='info' event='started'", "all is well\n"])
+def test_a_log_without_errors_has_none(text: str) -> None:
+    assert last_error("a.log", text) is None
+
+
+def test_a_traceback_that_was_cut_is_told_as_one() -> None:
+    found = last_error("a.log", 'Traceback (most recent call last):\n  File "/a.py", line 1, in f')
+    assert found is not None and found.text == "a traceback without an end"
+
+
+# Processes
+
+
+@pytest.fixture
+def sleeper(tmp_path: Path) -> Iterator[subprocess.Popen[bytes]]:
+    program = (
+        "import faulthandler, signal, sys, time; log = open(sys.argv[1],"
+        " 'w');faulthandler.register(signal.SIGUSR1, file=log); log.write('up\\n'); log.flush();"
+        " time.sleep(60)"
+    )
+    with subprocess.Popen([sys.executable, "-c", program, str(tmp_path / "log")]) as process:
+        wait_until(
+            lambda: (tmp_path / "log").exists() and (tmp_path / "log").read_text(),
+            30.0,
+            "the sleeper",
+        )
+        yield process
+        process.kill()
+
+
+def test_a_stopped_process_is_seen_as_one_and_an_ended_one_as_none(
+    sleeper: subprocess.Popen[bytes],
+) -> None:
+    sleeper.send_signal(signal.SIGSTOP)
+    wait_until(
+        lambda: processes.look([sleeper.pid], 0.0)[sleeper.pid].state == "T", 30.0, "the stop"
+    )
+    sleeper.kill()
+    sleeper.wait()
+    assert processes.look([sleeper.pid], 0.0)[sleeper.pid].state == ""
+
+
+def test_a_process_that_answers_no_message_still_dumps_its_stacks(
+    sleeper: subprocess.Popen[bytes], tmp_path: Path
+) -> None:
+    assert "most recent call first" in processes.dump(sleeper.pid, tmp_path / "log")
+
+
+def test_a_process_that_has_a_file_of_the_run_open_is_found(
+    sleeper: subprocess.Popen[bytes], tmp_path: Path
+) -> None:
+    assert sleeper.pid in [pid for pid, _ in processes.using(tmp_path.resolve())]
+    assert processes.using(tmp_path / "elsewhere") == []
 
 
 # Processes
@@ -337,6 +420,15 @@ def test_a_report_that_the_disk_refuses_does_not_hide_why_a_run_is_ended(
         Watched(folder).watch(60.0)
 
 
+def test_a_run_that_moves_is_left_alone(folder: RunFolder) -> None:
+    watched = Watched(folder)
+
+    def move() -> None:
+        watched.workers["trainer-0"].told = beat("trainer", rows_in=int(watched.clock.now))
+
+    assert watched.watch(90.0, move) == [] and watched.asked == []
+
+
 @pytest.mark.parametrize("busy", ["slice", "seconds", "starting"])
 def test_work_without_movement_is_no_stall_before_its_own_limit(
     busy: str, folder: RunFolder
@@ -353,6 +445,15 @@ def test_work_without_movement_is_no_stall_before_its_own_limit(
             trainer.state = "starting"
 
     assert watched.watch(99.0, work) == []
+
+
+@pytest.mark.parametrize("change", [{"draining": True}, {"phase": "starting"}, {"phase": "over"}])
+def test_what_has_limits_of_its_own_is_not_watched(
+    change: dict[str, Any], folder: RunFolder
+) -> None:
+    watched = Watched(folder)
+    vars(watched.run).update(change)
+    assert watched.watch(90.0) == [] and watched.asked == []
 
 
 def test_a_wish_asks_for_stacks_and_then_writes_a_report_with_them(folder: RunFolder) -> None:
@@ -381,3 +482,9 @@ def test_a_number_of_a_process_on_another_machine_is_not_looked_up_here(folder: 
     assert facts.workers["trainer-0"].process is not None
     lines = report(folder, facts).splitlines()
     assert any(line.split()[:5] == ["prompts-0", "h1", "ready", "-", "-"] for line in lines)
+
+
+def test_an_answer_is_plain_values_that_facts_are_made_of(folder: RunFolder) -> None:
+    watch = Watched(folder).stall_watch()
+    facts = gather(folder, msgpack.unpackb(msgpack.packb(watch.answer())), during_s=0.0)
+    assert list(facts.workers) == ["prompts-0", "trainer-0"] and facts.steps == 2

@@ -5,15 +5,19 @@ root first.
 import dataclasses
 from typing import Any
 
+import pytest
+
 from dataflow.display import EdgeSnapshot
 from dataflow.doctor.facts import Awaited, Facts, FeedbackFacts, Node, WorkerFacts
-from dataflow.doctor.verdict import ends, trouble, verdict, waits
+from dataflow.doctor.verdict import ends, seconds, trouble, verdict, waits
 from dataflow.system.processes import Process
 
 PATHS = {
     "prompts": [("prompts", "generator"), ("generator", "reward"), ("reward", "trainer")],
     "held_out": [("held_out", "generator"), ("generator", "reward"), ("reward", "eval")],
 }
+
+
 KINDS = {"prompts": "source", "held_out": "source", "trainer": "sink", "eval": "sink"}
 
 
@@ -76,6 +80,14 @@ def test_a_full_edge_makes_its_producer_wait_for_its_consumer() -> None:
     )
 
 
+def test_a_blocked_node_without_a_full_edge_waits_for_those_in_trouble_first() -> None:
+    facts = run(
+        generator={"state": "blocked"},
+        reward={"workers": (worker("reward-0", "reward", **STOPPED),)},
+    )
+    assert ("generator", "reward") in pairs(facts)
+
+
 def test_an_empty_source_is_what_everything_waits_for() -> None:
     facts = run(prompts={"for_s": 71.0})
     assert pairs(facts) == {
@@ -109,6 +121,16 @@ def test_a_worker_that_runs_and_does_not_answer_is_told_apart_from_a_stopped_one
         trouble(worker("a-0", "a", silent_s=7.0, proc="R"))
         == "does not answer (state R in /proc), for 7.0 s now"
     )
+
+
+def test_one_replica_in_trouble_while_the_others_work_says_that_they_carry_on() -> None:
+    both = (worker("generator-0", "generator"), worker("generator-1", "generator", **STOPPED))
+    at_work: dict[str, Any] = {
+        name: {"state": "working"} for name in ("prompts", "reward", "trainer")
+    }
+    facts = run(generator={"state": "working", "workers": both}, still_s=0.1, **at_work)
+    assert verdict(facts).startswith("Something is the matter with 'generator': generator-1")
+    assert verdict(facts).endswith("the others carry on.")
 
 
 def test_a_trainer_waits_for_the_group_that_is_being_generated_and_for_its_worker() -> None:
@@ -150,6 +172,26 @@ def test_the_first_evaluation_pauses_training_and_what_it_waits_for_is_the_root(
         == "it is paused until the first evaluation is done"
     )
     assert verdict(facts).startswith("Everything waits for 'generator', which is at work")
+
+
+def test_a_run_in_its_first_evaluation_that_moves_is_well() -> None:
+    facts = run(
+        phase="first_evaluation",
+        prompts={"state": "paused"},
+        generator={"state": "working"},
+        still_s=0.2,
+    )
+    assert verdict(facts) == "Nothing is wrong: the run is in its first evaluation."
+
+
+def test_the_last_evaluation_waits_for_its_own_prompts_though_others_are_held_back() -> None:
+    facts = run(
+        phase="last_evaluation",
+        trainer={"state": "done", "version": 300},
+        prompts={"state": "done"},
+        generator={"held_back": 5, "version": 300},
+    )
+    assert ("generator", "held_out") in pairs(facts)
 
 
 def test_weights_that_were_not_adopted_are_named_with_both_versions() -> None:
@@ -199,6 +241,13 @@ def test_a_long_slice_names_the_worker_that_is_in_it() -> None:
     )
 
 
+def test_nodes_that_share_a_worker_wait_for_the_one_whose_slice_takes_long() -> None:
+    shared = worker("reward-0", "reward", "eval", at="eval", at_s=30.0)
+    facts = run(reward={"workers": (shared,)}, eval={"state": "working", "workers": (shared,)})
+    assert ("reward", "eval") in pairs(facts)
+    assert ("reward", "eval") not in pairs(run())
+
+
 def test_a_restart_is_told_with_its_number_and_its_cause() -> None:
     down = worker("reward-0", "reward", state="down", restarts=2, cause="ended by signal 9")
     assert (
@@ -233,6 +282,33 @@ def test_a_run_that_moves_is_well_and_its_slowest_part_is_named() -> None:
     assert verdict(facts) == "Nothing is wrong: 'trainer' is the slowest part, busy 95%."
 
 
+def test_parts_that_are_equally_busy_are_both_named() -> None:
+    facts = run(
+        trainer={"state": "working", "busy": 0.99},
+        generator={"state": "working", "busy": 1.0},
+        still_s=0.3,
+    )
+    assert (
+        verdict(facts)
+        == "Nothing is wrong: 'generator' and 'trainer' are the slowest parts, busy 100%."
+    )
+
+
+def test_one_that_has_just_ended_its_part_is_neither_waiting_nor_waited_for() -> None:
+    facts = run(
+        prompts={"state": "done"},
+        generator={"state": "done"},
+        reward={"state": "done"},
+        trainer={"state": "done"},
+    )
+    assert waits(facts) == []
+
+
+@pytest.mark.parametrize("state", ["left", "stopping"])
+def test_a_worker_that_left_in_order_is_no_trouble(state: str) -> None:
+    assert trouble(worker("generator-1", "generator", state=state, proc="", silent_s=99.0)) == ""
+
+
 def test_every_waiting_node_reaches_an_end() -> None:
     facts = run(
         generator={"held_back": 8, "version": 41},
@@ -243,3 +319,17 @@ def test_every_waiting_node_reaches_an_end() -> None:
     assert {name for names in ends(facts, found).values() for name in names} == {
         wait.node for wait in found
     }
+
+
+@pytest.mark.parametrize(
+    ("value", "said"),
+    [
+        (0.04, "0.0 s"),
+        (9.96, "10 s"),
+        (119.4, "119 s"),
+        (119.6, "2 min 0 s"),
+        (7300.0, "2 h 1 min"),
+    ],
+)
+def test_times_are_short(value: float, said: str) -> None:
+    assert seconds(value) == said

@@ -23,6 +23,8 @@ from dataflow.flags.run_flags import RUN_FLAGS
 from dataflow.flags.words import FlagError, page, split
 
 TEXT = ("aipo", "grpo", "rloo", "dapo", "ppo", "distill", "sft")
+
+
 OWN = ("arithmetic", "sorting", "calculator", "guess", "products", "lake", "played_by_programs")
 
 
@@ -64,6 +66,8 @@ def build(*, task: Task, kl: float = 0.0) -> Graph:
 
 
 DECLARED = Declared.of(build)
+
+
 FLAGS = {**DECLARED.flags, "track": next(flag for flag in RUN_FLAGS if flag.name == "track")}
 
 
@@ -152,6 +156,10 @@ def test_words_that_are_no_flags_or_no_values_are_refused_in_one_sentence(
     words: tuple[str, ...], said: str
 ) -> None:
     assert said in refused(*words) and "\n" not in refused(*words)
+
+
+def test_all_flags_that_nobody_has_are_told_at_once() -> None:
+    assert refused("--learning_rate", "1", "--lr", "2", "--foo=3").count("the.program has no") == 2
 
 
 def read(tmp_path: Path, text: str, name: str = "run.yaml") -> dict[str, Any]:
@@ -367,6 +375,12 @@ def test_the_command_line_goes_before_the_file_and_the_file_before_the_defaults(
             main(build, args=["--config", str(tmp_path / "run.yaml"), *words])
     wanted = Task(policy="p", lr=1.0, chat=True)
     assert seen == [(wanted, 3.0), (replace(wanted, lr=4.0, chat=False), 2.0)]
+
+
+def test_a_flag_that_has_to_be_given_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(build, args=[])
+    assert ended.value.code == 2 and "needs --policy; write" in capsys.readouterr().err
 
 
 def test_a_kind_that_no_flag_can_be_is_named() -> None:

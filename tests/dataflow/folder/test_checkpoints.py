@@ -1,6 +1,7 @@
 """Checkpoints: only a committed, undamaged one is chosen, and no failed write loses a good one."""
 
 import errno
+import json
 import os
 from pathlib import Path
 
@@ -28,6 +29,21 @@ def save(made: Checkpoints, step: int, content: str) -> None:
 
 def content(made: Checkpoints, step: int) -> str:
     return (made.folder(step) / "model.safetensors").read_text()
+
+
+def test_the_newest_committed_checkpoint_is_chosen(saved: Checkpoints) -> None:
+    assert saved.latest() == 200
+    assert saved.latest(at_most=199) == 100
+    assert saved.latest(at_most=99) is None
+    assert saved.steps() == [100, 200]
+    assert Checkpoints(saved.path / "absent").latest() is None
+
+
+def test_the_marker_holds_step_facts_and_every_file(saved: Checkpoints) -> None:
+    marker = json.loads((saved.folder(100) / MARKER).read_text())
+    assert (marker["step"], marker["version"]) == (100, 100)
+    assert sorted(marker["files"]) == ["model.safetensors", "optimiser/rank-0.safetensors"]
+    assert marker["files"]["model.safetensors"]["bytes"] == len("weights of 100")
 
 
 @pytest.mark.parametrize(
@@ -116,6 +132,19 @@ def test_a_crash_at_any_rename_of_a_repeated_save_loses_no_checkpoint(
         assert content(saved, 200) in ("weights of 200", "repeated")
 
 
+def test_nothing_is_no_checkpoint(saved: Checkpoints) -> None:
+    saved.begin(300)
+    with pytest.raises(RunFolderError, match=r"step 300 cannot be committed: .* holds no file"):
+        saved.commit(300)
+
+
+def test_large_files_are_read_in_pieces(
+    saved: Checkpoints, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(checkpoints, "_CHUNK_BYTES", 5)
+    assert saved.latest() == 200
+
+
 # Temporary ones
 
 
@@ -135,6 +164,23 @@ def test_a_temporary_checkpoint_is_chosen_as_any_other_and_goes_when_a_newer_one
     saved.clear(before=251)
     assert sorted(path.name for path in saved.path.iterdir()) == ["step-000100", "step-000200"]
     Checkpoints(saved.path / "absent").clear(before=9)
+
+
+def test_a_temporary_checkpoint_that_is_to_stay_stays_undamaged(saved: Checkpoints) -> None:
+    save_temporary(saved, 300)
+    assert saved.keep(300) and not saved.keep(300) and not saved.keep(200) and not saved.keep(999)
+    saved.clear(before=1000)
+    assert saved.steps() == [100, 200, 300] and saved.damage(300) is None
+    assert json.loads((saved.folder(300) / MARKER).read_text()).keys() == {"step", "files"}
+
+
+def test_a_checkpoint_whose_marker_cannot_be_read_is_not_taken_for_temporary(
+    saved: Checkpoints,
+) -> None:
+    save_temporary(saved, 150)
+    (saved.folder(150) / MARKER).write_text('{"temporary": true')
+    saved.clear(before=1000)
+    assert saved.steps() == [100, 150, 200]
 
 
 def test_a_removal_that_a_crash_cut_off_is_ended_by_the_next_and_its_rest_is_never_chosen(

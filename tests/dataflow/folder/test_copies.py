@@ -17,7 +17,7 @@ from storage_addresses import Weather, failing
 from dataflow.errors import GraphError, RunError
 from dataflow.folder.checkpoints import MARKER, TEMPORARY, Checkpoints
 from dataflow.folder.copies import process
-from dataflow.folder.copies.copier import CheckpointCopier
+from dataflow.folder.copies.copier import CheckpointCopier, CopyQueue
 from dataflow.folder.copies.store import (
     LEDGER,
     Address,
@@ -29,6 +29,7 @@ from dataflow.folder.copies.store import (
     choose,
     claim,
     claims,
+    joined,
     parts,
 )
 from dataflow.folder.ledger import Ledger, LedgerError
@@ -108,6 +109,22 @@ def idle(copier: CheckpointCopier) -> None:
     wait_until(lambda: copier.is_idle, 10.0, "the copies")
 
 
+def test_the_newest_waits_before_the_others_and_a_temporary_one_only_while_it_is_the_newest() -> (
+    None
+):
+    waiting = CopyQueue()
+    for step, is_temporary in ((2, False), (3, True), (4, True), (6, False), (7, True)):
+        waiting.add(step, is_temporary=is_temporary)
+    taken = []
+    while waiting.next:
+        taken.append(waiting.take())
+    assert taken == [(7, True), (6, False), (2, False)]
+    waiting.add(9, is_temporary=True)
+    waiting.put_back(8, is_temporary=True)
+    waiting.put_back(5, is_temporary=False)
+    assert [waiting.take(), waiting.take(), waiting.next] == [(9, True), (5, False), 0]
+
+
 def test_the_marker_is_written_last_and_says_what_stands_there(
     address: Address,
     weather: Weather,
@@ -150,6 +167,30 @@ def test_an_upload_that_is_cut_off_is_no_checkpoint_and_is_made_again(
     weather.after_bytes = None
     idle(made)
     assert store(address).whole() == [4, 6] and not made.error
+
+
+def test_an_address_that_is_down_for_a_while_loses_nothing_and_is_told_of_once(
+    address: Address,
+    weather: Weather,
+    checkpoints: Checkpoints,
+    copier: Callable[..., CheckpointCopier],
+) -> None:
+    log = Log()
+    made = copier(log=log)
+    weather.down = True
+    for step, temporary in ((2, False), (3, True), (4, False), (5, True), (6, True)):
+        commit(checkpoints, step, temporary=temporary)
+        made.add(step, is_temporary=temporary)
+        checkpoints.clear(step, but=made.held)
+    wait_until(lambda: made._fails > 2, 10.0, "some tries")
+    assert not made.is_idle and "the network is down" in made.error
+    weather.down = False
+    idle(made)
+    assert store(address).whole() == [2, 4, 6]
+    assert [event for event, _ in log.said] == [
+        "checkpoint not copied, and tried again; training goes on",
+        "checkpoints are copied again",
+    ]
 
 
 def test_temporary_copies_go_with_the_next_and_what_is_copied_stays_in_the_folder_until_then(
@@ -216,6 +257,21 @@ def test_who_finds_a_newer_part_copies_nothing_more(
     assert isinstance(made.ended, TakenUp) and store(address).whole() == [2]
 
 
+def test_a_part_clears_those_before_it_once_a_run_could_go_on_from_it(
+    address: Address, checkpoints: Checkpoints, copier: Callable[..., CheckpointCopier]
+) -> None:
+    first = copier()
+    for step, temporary in ((2, False), (3, True)):
+        commit(checkpoints, step, temporary=temporary)
+        first.add(step, is_temporary=temporary)
+        idle(first)
+    second = copier(claim(address, address.text, "run", [""], 1))
+    assert store(address, 1).whole() == [2, 3]
+    second.add(3, is_temporary=True)
+    idle(second)
+    assert store(address, 1).whole() == [2] and store(address, 2).whole() == [3]
+
+
 def test_a_claim_that_is_withdrawn_while_another_looks_is_none(
     address: Address, weather: Weather
 ) -> None:
@@ -226,6 +282,22 @@ def test_a_claim_that_is_withdrawn_while_another_looks_is_none(
     assert claims(run, 2) == {"other": {}}
     assert claims(run, 2) == {}
     run.remove("part-000002/claim-other.json")
+
+
+def test_who_cannot_see_whether_others_claim_a_part_withdraws(
+    address: Address, weather: Weather
+) -> None:
+    first = claim(address, address.text, "run", [""], None)
+
+    def fail() -> None:
+        if any("part-000002" in name for name in weather.wrote):
+            raise OSError("the network is down")
+
+    weather.before_list = fail
+    with pytest.raises(CopyError, match="the network is down"):
+        claim(address, address.text, "run", [""], 1)
+    weather.before_list = lambda: None
+    first.check(address)  # it was taken up by nobody
 
 
 def test_of_several_that_claim_a_part_at_once_one_has_it_at_most(
@@ -278,6 +350,21 @@ def test_a_run_goes_on_from_the_newest_part_that_all_trainers_can_go_on_from(
     assert choose(whole) == wanted
 
 
+def test_a_copier_that_is_closed_stops_in_the_midst_of_a_copy(
+    address: Address,
+    weather: Weather,
+    checkpoints: Checkpoints,
+    copier: Callable[..., CheckpointCopier],
+) -> None:
+    commit(checkpoints, 2)
+    weather.before = lambda name: time.sleep(0.05) if "step" in name else None
+    made = copier()
+    made.add(2, is_temporary=False)
+    wait_until(lambda: made.under_way == 2, 10.0, "the copy")
+    made.close(0.0)
+    assert store(address).whole() == []
+
+
 def test_a_ledger_that_cannot_be_packed_makes_no_copy(
     address: Address, checkpoints: Checkpoints, copier: Callable[..., CheckpointCopier]
 ) -> None:
@@ -309,6 +396,12 @@ def test_a_ledger_that_cannot_be_packed_makes_no_copy(
 )
 def test_an_address_is_the_same_however_it_is_given(text: str, wanted: str) -> None:
     assert checked(text) == wanted == checked(wanted)
+
+
+def test_what_follows_a_question_mark_stays_at_the_end_of_an_address() -> None:
+    assert joined("s3://bucket/a?region=x", "run") == "s3://bucket/a/run?region=x"
+    assert joined("/there/a?b", "run") == "/there/a?b/run"
+    assert joined("/there/", "run") == "/there/run" and joined("/there", "") == "/there"
 
 
 def test_a_host_that_dies_in_the_midst_of_a_copy_leaves_the_one_before(

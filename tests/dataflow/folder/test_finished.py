@@ -3,8 +3,10 @@
 from pathlib import Path
 
 import pyarrow as pa
+import pytest
 
 from dataflow.folder.finished import File, Finished
+from dataflow.system.files import RunFolderError
 
 
 def rows(*groups: int, text: str = "x") -> pa.RecordBatch:
@@ -71,6 +73,28 @@ def test_files_in_which_nobody_waits_for_anything_go_at_the_next_start_but_not_a
         Finished(tmp_path, "prompts", replica=replica).append(rows(replica))
     later(tmp_path, [])
     assert files(tmp_path) == ["1-0-0.prompts.arrows"]
+
+
+def test_a_replica_finds_what_another_one_finished_and_sources_are_told_apart(
+    tmp_path: Path,
+) -> None:
+    Finished(tmp_path, "prompts", replica=1).append(rows(5))
+    Finished(tmp_path, "other", replica=0).append(rows(5, 5))
+    assert later(tmp_path, [5], attempt=0).find(5) == rows(5)
+
+
+def test_a_process_that_ends_leaves_no_empty_file(tmp_path: Path) -> None:
+    first = Finished(tmp_path, "prompts")
+    first.append(rows(0))
+    first.forget(0)
+    first.close()
+    assert files(tmp_path) == []
+
+
+def test_a_disk_that_refuses_is_named(tmp_path: Path) -> None:
+    (tmp_path / "generator").write_text("a file where a folder should be")
+    with pytest.raises(RunFolderError, match="generator"):
+        Finished(tmp_path / "generator", "prompts").append(rows(0))
 
 
 def test_what_others_finished_is_looked_through_when_the_first_group_is_asked_for(

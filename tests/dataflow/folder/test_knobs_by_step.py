@@ -62,3 +62,14 @@ def test_a_larger_bound_holds_at_once_and_a_smaller_one_when_what_was_started_is
     assert change.step == 10 + 6 + 1 and bounds(knobs, 10, 16, 17) == [6, 6, 1]
     assert bound_at([replace(stale(1, 6), step=3), change], "trainer", 16, 4) == 6
     assert bound_at([change], "critic", 99, 4) == 4
+
+
+def test_a_bound_that_does_not_hold_yet_gives_way_to_the_next() -> None:
+    knobs = KnobsByStep(FakeTrainer(), ())
+    knobs.hear([stale(1, 0)])
+    knobs.take(10, BOUND)
+    knobs.hear([stale(2, 2)])
+    knobs.take(12, BOUND)
+    assert bounds(knobs, 12, 14, 15, 16, 17) == [4, 4, 4, 4, 2], (
+        "what starts now may be two versions old at step 15"
+    )

@@ -6,10 +6,12 @@ import os
 import re
 import shutil
 import sqlite3
+import sys
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from dataflow.folder.ledger import Ledger, LedgerError, PlannedStep, schema
@@ -87,6 +89,15 @@ def test_of_some_groups_those_in_flight_are_found_at_a_cost_that_does_not_grow_w
     assert cost() < 2 * short
 
 
+def test_the_law_holds_for_each_trainer_of_the_same_groups(ledger: Ledger) -> None:
+    issue(ledger, 4)
+    commit(ledger, 1, [0, 1], node="actor")
+    commit(ledger, 1, [0, 1, 2], node="critic")
+    assert ledger.counts("actor").trained == 2
+    assert ledger.counts("critic").trained == 3
+    assert [group.group_id for group in ledger.in_flight("prompts")] == [2, 3]
+
+
 def test_no_group_is_trained_twice(ledger: Ledger) -> None:
     issue(ledger, 4)
     commit(ledger, 1, [0, 1])
@@ -111,6 +122,19 @@ def test_a_refused_step_leaves_no_trace(ledger: Ledger) -> None:
     assert ledger.counts("actor") == before
     assert ledger.last_step("actor") == 1
     commit(ledger, 2, [1, 2, 3])
+
+
+def test_a_group_that_was_never_issued_gets_no_outcome_and_no_state(ledger: Ledger) -> None:
+    issue(ledger, 2)
+    with pytest.raises(LedgerError, match=r"group 2 of 'prompts', which was never issued"):
+        commit(ledger, 1, [0, 2])
+    with pytest.raises(
+        LedgerError, match=r"groups \[7, 8\] of 'prompts' were never issued \(the next one is 2\)"
+    ):
+        ledger.advance("prompts", [1, 7, 8], "scored")
+    with pytest.raises(LedgerError, match="never issued"):
+        ledger.reissue("prompts", [-1])
+    assert ledger.counts("actor").in_flight == {"issued": 2}
 
 
 def test_going_back_to_a_checkpoint_puts_later_groups_in_flight_and_plans_their_repetition(
@@ -138,6 +162,63 @@ def test_going_back_to_a_checkpoint_puts_later_groups_in_flight_and_plans_their_
     assert ledger.counts("actor").trained == 6
 
 
+def test_a_second_crash_during_the_repetition_still_knows_the_whole_plan(ledger: Ledger) -> None:
+    issue(ledger, 6)
+    for step in range(1, 6):
+        commit(ledger, step, [step])
+    plan = ledger.roll_back_to(1, "actor")
+    commit(ledger, 2, plan[0].trained)
+    assert [planned.step for planned in ledger.roll_back_to(1, "actor")] == [2, 3, 4, 5]
+
+
+def test_the_plan_ends_where_the_new_line_went_another_way(ledger: Ledger) -> None:
+    issue(ledger, 6)
+    for step in range(1, 5):
+        commit(ledger, step, [step])
+    ledger.roll_back_to(1, "actor")
+    commit(ledger, 2, [3])
+    assert ledger.replay_plan("actor") == []
+    assert [planned.trained for planned in ledger.roll_back_to(1, "actor")] == [(3,)]
+
+
+def test_going_back_touches_no_other_trainer(ledger: Ledger) -> None:
+    issue(ledger, 2)
+    commit(ledger, 1, [0, 1], node="actor")
+    commit(ledger, 1, [0, 1], node="critic")
+    ledger.roll_back_to(0, "actor")
+    assert (ledger.counts("actor").trained, ledger.counts("critic").trained) == (0, 2)
+
+
+def test_a_step_that_never_was_cannot_be_gone_back_to(ledger: Ledger) -> None:
+    with pytest.raises(LedgerError, match="cannot go back to step 3: its last one is 0"):
+        ledger.roll_back_to(3, "actor")
+    with pytest.raises(LedgerError, match="checkpoint of step 1, which it did not commit"):
+        ledger.record_checkpoint("actor", 1, "checkpoints/step-000001")
+
+
+def test_a_step_keeps_its_metrics_and_checkpoint(ledger: Ledger) -> None:
+    issue(ledger, 1)
+    commit(ledger, 1, [0], metrics={"loss": np.float32("nan"), "reward": np.float64(0.5)})
+    ledger.record_checkpoint("actor", 1, "checkpoints/step-000001")
+    ledger.flush()
+    assert rows(ledger, "SELECT metrics, checkpoint, version, at FROM steps") == [
+        ('{"loss": null, "reward": 0.5}', "checkpoints/step-000001", 1, 5.0)
+    ]
+
+
+def test_a_reader_sees_what_was_committed_and_cannot_write(ledger: Ledger) -> None:
+    issue(ledger, 2)
+    with Ledger.open(ledger.path, readonly=True) as reader:
+        assert reader.counts("actor").issued == 2
+        with pytest.raises(LedgerError, match="readonly"):
+            issue(reader, 1)
+
+
+def test_a_ledger_is_never_created_over_another(ledger: Ledger) -> None:
+    with pytest.raises(LedgerError, match="exists already"):
+        Ledger.create(ledger.path)
+
+
 def test_what_is_no_ledger_is_refused_with_a_reason(tmp_path: Path) -> None:
     with pytest.raises(
         LedgerError, match="unable to open database file; check that the run folder exists"
@@ -160,6 +241,16 @@ def test_a_ledger_of_another_release_is_refused(ledger: Ledger) -> None:
         LedgerError, match=f"found version 99, this code reads {SCHEMA_VERSION}; use the release"
     ):
         Ledger.open(ledger.path)
+
+
+def test_on_every_python_a_connection_that_nobody_closes_is_told_of(tmp_path: Path) -> None:
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        Ledger.create(tmp_path / "closed.db").close()
+        assert told == []
+        Ledger.open(tmp_path / "closed.db")
+        gc.collect()
+    assert [each.category for each in told] == [ResourceWarning]
 
 
 def test_a_ledger_that_cannot_be_made_leaves_no_connection(tmp_path: Path) -> None:
@@ -212,6 +303,33 @@ def reads_for_ever(path: Path) -> sqlite3.Connection:
     return db
 
 
+def test_who_reads_holds_no_flush_up_and_what_was_flushed_is_all_that_was_committed(
+    ledger: Ledger, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On the disk are the database as SQLite last flushed it, and the files that a flush was asked
+    for: as after a cut of the power.
+    """
+    issue(ledger, 8)
+    ledger._db.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    shutil.copy(ledger.path, disk)
+    monkeypatch.setattr(
+        sys.modules["dataflow.folder.ledger.ledger"],
+        "flush_to_disk",
+        lambda path: None if path.is_dir() else shutil.copy(path, disk),
+    )
+    with contextlib.closing(reads_for_ever(ledger.path)) as reader:
+        for step in (1, 2, 3):
+            commit(ledger, step, [2 * step, 2 * step + 1])
+            ledger.flush()
+            with Ledger.open(disk / ledger.path.name) as found:
+                assert found.last_step("actor") == step
+        assert reader.execute("SELECT count(*) FROM steps").fetchone() == (0,), (
+            "it still reads what it began with"
+        )
+
+
 def test_the_log_is_cut_when_who_read_for_long_has_ended(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -260,6 +378,15 @@ def test_committed_steps_are_told_with_their_groups_their_drops_and_their_metric
     assert [step.step for step in ledger.steps("actor")] == [1]
 
 
+def test_drops_of_the_step_under_way_are_known_before_it_is_committed(ledger: Ledger) -> None:
+    issue(ledger, 4)
+    ledger.drop("actor", "prompts", {1: "stale"}, step=1)
+    assert ledger.drops_at("actor", 1) == {1: "stale"}
+    commit(ledger, 1, [0, 2], dropped={3: "failed"})
+    assert ledger.drops_at("actor", 1) == {1: "stale", 3: "failed"}
+    assert ledger.steps("actor")[0].dropped == {1: "stale", 3: "failed"}
+
+
 def test_a_round_of_several_sources_is_recorded_whole_or_not_at_all(ledger: Ledger) -> None:
     issue(ledger, 3, "held_out")
     issue(ledger, 2, "other")
@@ -269,6 +396,21 @@ def test_a_round_of_several_sources_is_recorded_whole_or_not_at_all(ledger: Ledg
     assert ledger.counts("evaluate").evaluated == 0
     ledger.commit_round("evaluate", 5, {"held_out": range(3), "other": [0]})
     assert (ledger.counts("evaluate").evaluated, ledger.last_round("evaluate")) == (4, 5)
+
+
+def test_the_fate_of_a_group_is_told_sink_by_sink(ledger: Ledger) -> None:
+    issue(ledger, 3)
+    commit(ledger, 1, [0], node="actor")
+    ledger.drop("critic", "prompts", {0: "stale"})
+    assert [str(fate) for fate in ledger.fates("prompts", 0)] == [
+        "trained by actor at step 1",
+        "dropped by critic (stale)",
+    ]
+    assert ledger.fates("prompts", 1) == []
+    assert ledger.sources("evaluate") == ["held_out"] and ledger.sources() == [
+        "held_out",
+        "prompts",
+    ]
 
 
 def test_a_damaged_page_is_found(ledger: Ledger) -> None:
@@ -357,3 +499,64 @@ def test_steps_are_committed_in_order_without_gaps(ledger: Ledger) -> None:
     commit(ledger, 1, [0])
     with pytest.raises(LedgerError, match="committed step 1 but its last one is 1"):
         commit(ledger, 1, [1])
+
+
+def test_states_only_move_forward_so_a_redelivery_changes_nothing(ledger: Ledger) -> None:
+    issue(ledger, 3)
+    ledger.advance("prompts", [0, 1], "scored")
+    for state in STATES[1:]:
+        ledger.advance("prompts", np.array([0, 1]), state)
+    assert ledger.counts("actor").in_flight == {"issued": 1, "scored": 2}
+    with pytest.raises(LedgerError, match="cannot advance to 'trained'"):
+        ledger.advance("prompts", [0], "trained")
+
+
+def test_lost_work_is_issued_again_and_counted(ledger: Ledger) -> None:
+    issue(ledger, 3)
+    ledger.advance("prompts", [0, 1, 2], "generated")
+    ledger.reissue("prompts", [1])
+    assert [(group.group_id, group.state) for group in ledger.in_flight("prompts")] == [
+        (0, "generated"),
+        (1, "issued"),
+        (2, "generated"),
+    ]
+    assert rows(ledger, "SELECT group_id, issues FROM groups") == [(0, 1), (1, 2), (2, 1)]
+
+
+def test_groups_are_numbered_on_without_gaps(ledger: Ledger) -> None:
+    issue(ledger, 2)
+    with pytest.raises(LedgerError, match="issued group 3 where 2 is the next"):
+        ledger.issue("prompts", [(3, "task-3")])
+    ledger.issue("held_out", [(0, "h")])
+    assert (ledger.next_group_id("prompts"), ledger.next_group_id("held_out")) == (2, 1)
+
+
+def test_issuing_again_after_a_crash_keeps_what_is_known(ledger: Ledger) -> None:
+    issue(ledger, 2)
+    ledger.advance("prompts", [0], "scored")
+    ledger.issue("prompts", [(1, "task-1"), (2, "task-2")])
+    assert [(group.group_id, group.state) for group in ledger.in_flight("prompts")] == [
+        (0, "scored"),
+        (1, "issued"),
+        (2, "issued"),
+    ]
+    with pytest.raises(
+        LedgerError, match="group 1 of 'prompts' was issued for prompt 'task-1', and now for 'x'"
+    ):
+        ledger.issue("prompts", [(1, "x")])
+
+
+def test_an_outcome_means_scored_whatever_arrives_late(ledger: Ledger) -> None:
+    issue(ledger, 2)
+    commit(ledger, 1, [0])
+    ledger.advance("prompts", [0, 1], "generated")
+    ledger.roll_back_to(0, "actor")
+    assert ledger.counts("actor").in_flight == {"generated": 1, "scored": 1}
+
+
+def test_a_sink_not_named_at_creation_is_known_from_its_first_outcome(tmp_path: Path) -> None:
+    with Ledger.create(tmp_path / "l.db") as ledger:
+        issue(ledger, 3)
+        assert len(ledger.in_flight("prompts")) == 3
+        commit(ledger, 1, [0])
+        assert ledger.counts("actor").in_flight == {"issued": 2}

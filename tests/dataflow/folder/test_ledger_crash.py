@@ -3,10 +3,13 @@ acknowledged.
 """
 
 import os
+import random
 import shutil
 import signal
 import tempfile
+import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -136,10 +139,46 @@ class Histories(RuleBasedStateMachine):
 
 
 Histories.TestCase.settings = examples(40, stateful_step_count=25)
+
+
 test_the_identity_holds_after_every_call_of_any_history = Histories.TestCase
 
 
 Say = Callable[[int], None]
+
+
+def generate(path: Path, say: Say) -> None:
+    """Issues groups and has them scored until it is killed; says how many were."""
+    with Ledger.open(path) as ledger:
+        while True:
+            first = ledger.next_group_id("prompts")
+            if first - 4 * ledger.last_step("trainer") > 64:
+                time.sleep(0.001)
+                continue
+            groups = range(first, first + 8)
+            ledger.issue("prompts", [(group, str(group)) for group in groups])
+            for state in ("generating", "generated", "scored"):
+                ledger.advance("prompts", groups, state)
+            say(first + 8)
+
+
+def train(path: Path, say: Say) -> None:
+    """Commits steps of groups that are scored until it is killed; says which."""
+    with Ledger.open(path) as ledger:
+        step = ledger.last_step("trainer")
+        while True:
+            ready = [
+                group.group_id for group in ledger.in_flight("prompts") if group.state == "scored"
+            ][:4]
+            if len(ready) < 4:
+                time.sleep(0.001)
+                continue
+            step += 1
+            dropped = {ready[3]: "stale"}
+            ledger.commit_step(
+                "trainer", step, version=step, source="prompts", trained=ready[:3], dropped=dropped
+            )
+            say(step)
 
 
 class Child:
@@ -183,6 +222,28 @@ class Child:
         if self.pid:
             os.kill(self.pid, signal.SIGKILL)
             self.ended()
+
+
+def test_kills_at_any_moment_leave_the_laws_and_all_that_was_acknowledged(tmp_path: Path) -> None:
+    path = tmp_path / "ledger.db"
+    Ledger.create(path, {"trainer": ["prompts"]}).close()
+    chance = random.Random(0)
+    issued = steps = 0
+    for _ in range(4):
+        generator, trainer = Child(partial(generate, path)), Child(partial(train, path))
+        issued = max(issued, generator.hear())
+        for _ in range(chance.randrange(1, 20)):
+            steps = max(steps, trainer.hear())
+        acknowledged = {each: each.kill() for each in chance.sample([generator, trainer], 2)}
+        issued, steps = max(issued, acknowledged[generator]), max(steps, acknowledged[trainer])
+        with Ledger.open(path) as ledger:
+            counts = ledger.counts("trainer")
+            last = ledger.last_step("trainer")
+        assert counts.missing == 0
+        assert issued <= counts.issued <= issued + 8
+        assert steps <= last <= steps + 1
+        assert (counts.trained, counts.dropped.get("stale", 0)) == (3 * last, last)
+        steps = last
 
 
 def calls(ledger: Ledger) -> Iterator[object]:
@@ -241,3 +302,30 @@ def test_a_crash_at_any_statement_leaves_a_call_done_or_not_begun(tmp_path: Path
         statement += 1
     assert reached == len(whole) - 1
     assert statement > 50
+
+
+def test_several_processes_write_at_once_and_every_group_is_trained_by_exactly_one(
+    tmp_path: Path,
+) -> None:
+    path = tmp_path / "ledger.db"
+    with Ledger.create(path, {"trainer": ["prompts"], "other": ["prompts"]}) as ledger:
+        ledger.issue("prompts", [(group, str(group)) for group in range(400)])
+
+    def write(node: str, say: Say) -> None:
+        with Ledger.open(path) as ledger:
+            for step in range(1, 101):
+                ledger.commit_step(
+                    node,
+                    step,
+                    version=step,
+                    source="prompts",
+                    trained=range(4 * step - 4, 4 * step),
+                )
+
+    nodes = ("trainer", "other")
+    writers = [Child(partial(write, node)) for node in nodes]
+    assert [writer.ended() for writer in writers] == [0, 0]
+    with Ledger.open(path, readonly=True) as ledger:
+        assert [ledger.verdict(node) for node in nodes] == [
+            "clean: 400 groups issued = 400 trained + 0 dropped + 0 in flight"
+        ] * 2

@@ -16,13 +16,16 @@ import pytest
 import zmq
 from rigs.ending import at_end
 
+from dataflow import Graph, verify
 from dataflow.errors import DeadlineError, Replaced, RunError
 from dataflow.folder.ledger import Ledger, LedgerError
 from dataflow.folder.ledger.copying import unpack
 from dataflow.folder.ledger.methods import METHODS, Call
+from dataflow.folder.ledger_service import files as files_module
 from dataflow.folder.ledger_service.client import LedgerClient
 from dataflow.folder.ledger_service.messages import (
     TO_LEDGER,
+    Behind,
     Join,
     Life,
     Query,
@@ -34,11 +37,16 @@ from dataflow.folder.ledger_service.messages import (
     ToLedger,
 )
 from dataflow.folder.ledger_service.process import LedgerProcess
-from dataflow.folder.ledger_service.service import LedgerService, RequestHandler
+from dataflow.folder.ledger_service.service import Deferred, LedgerService, RequestHandler
 from dataflow.folder.run_folder import RunFolder
 from dataflow.folder.run_hold import held
+from dataflow.history.describe import consumers, describe, graph_facts, plan_facts
+from dataflow.runner import make_plan
+from dataflow.scheduler.execute import InlineRun
 from dataflow.system.files import RunFolderError
 from dataflow.system.security import RunKeys
+from dataflow.testing import FakeGenerator, FakePrompts, FakeTrainer
+from dataflow.worker.host import Settings
 
 KEYS = RunKeys.make()
 
@@ -76,6 +84,32 @@ def children(pid: int) -> list[int]:
     return [int(each) for each in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
 
 
+def test_what_one_client_writes_another_one_reads(path: Path, service: LedgerProcess) -> None:
+    prompts, trainer = client(path, service, "prompts-0"), client(path, service)
+    prompts.issue("prompts", [(group, f"task-{group}") for group in range(4)])
+    prompts.advance("prompts", [0, 1], "generating")
+    assert [group.state for group in prompts.in_flight("prompts")] == ["generating"] * 2 + [
+        "issued"
+    ] * 2
+    step(trainer, 1, [0, 1])
+    assert trainer.steps("trainer")[0].metrics == {"loss": 0.5}
+    assert (
+        prompts.verdict("trainer")
+        == "clean: 4 groups issued = 2 trained + 0 dropped + 2 in flight (2 issued)"
+    )
+    with pytest.raises(
+        LedgerError,
+        match="'trainer' would end group 1 of 'prompts' twice: it was trained at step 1",
+    ):
+        step(trainer, 2, [2, 1])
+    step(trainer, 2, [2])
+    assert (trainer.last_step("trainer"), trainer.next_group_id("prompts")) == (2, 4)
+    trainer.flush()
+    assert trainer.wal_bytes > 0
+    with Ledger.open(path, readonly=True) as ledger:
+        assert ledger.last_step("trainer") == 2
+
+
 def test_an_error_of_what_was_posted_comes_with_the_next_call(
     path: Path, service: LedgerProcess
 ) -> None:
@@ -104,6 +138,33 @@ def test_a_client_is_of_one_process_and_one_thread_but_for_flushes(
     thread.start()
     thread.join(20)
     assert found and found[0]
+
+
+@pytest.mark.slow
+def test_what_is_written_while_the_service_falls_is_made_once(
+    path: Path, service: LedgerProcess
+) -> None:
+    """Killed about when a commit comes, sooner or later each time; who is between it and the
+    scheduler starts it.
+    """
+    trainer = client(path, service)
+    trainer.issue("prompts", [(group, str(group)) for group in range(400)])
+
+    def kill() -> None:
+        for pid in children(service._process.pid):
+            os.kill(pid, signal.SIGKILL)
+
+    for number in range(1, 6):
+        killer = threading.Timer(0.001 * number, kill)
+        killer.start()
+        step(trainer, number, [number])
+        trainer.advance("prompts", [number + 100], "generated")
+        killer.join()
+    assert [each.trained for each in trainer.steps("trainer")] == [
+        (number,) for number in range(1, 6)
+    ]
+    assert trainer.counts("trainer").in_flight["generated"] == 5
+    service.check()
 
 
 def test_a_service_that_is_stopped_is_waited_for_and_one_that_stays_away_is_told_of(
@@ -155,6 +216,21 @@ def test_an_address_that_is_taken_is_told_of_at_the_start(
         pytest.raises(RunError, match="cannot listen at .*: Address already in use"),
     ):
         made.serve(path, service.address, KEYS)
+
+
+def test_a_signal_to_all_processes_of_a_run_is_for_the_scheduler(path: Path) -> None:
+    """It ends its workers first, which still write."""
+    with LedgerProcess() as service:
+        trainer = (
+            client(path, service, keys=None) if service.serve(path, "tcp://127.0.0.1:*") else None
+        )
+        pids = [service._process.pid, *children(service._process.pid)]
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGTSTP):
+            for pid in pids:
+                os.kill(pid, number)
+        assert trainer is not None and trainer.last_step("trainer") == 0
+        service.check()
+    assert not any(alive(pid) for pid in pids)
 
 
 def test_the_service_ends_with_the_scheduler(path: Path) -> None:
@@ -241,6 +317,36 @@ def test_a_write_that_was_made_before_the_service_fell_is_not_made_by_the_next_o
         assert again.last_step("trainer") == 1
 
 
+def test_a_refusal_that_was_not_heard_is_told_again_though_it_would_be_made_now(
+    handler: RequestHandler,
+) -> None:
+    too_early = Record(token(), 1, 0, commit(2, [0]))
+    refused = handler.hear(too_early)
+    assert isinstance(refused, Refused) and "commit step 1" in refused.message
+    assert handler.hear(too_early) == refused
+    assert handler.hear(Record(token(), 2, 1, commit(1, [1]))) == Recorded(2)
+    assert handler.hear(too_early) == Recorded(2), (
+        "its client has gone on, and hears nothing any more"
+    )
+    assert last(handler, token()) == 1
+
+
+def test_what_is_said_again_of_an_earlier_write_hides_no_refusal_of_a_later_one(
+    handler: RequestHandler,
+) -> None:
+    first, refused = Record(token(), 1, 0, commit(1, [0])), Record(token(), 2, 0, commit(9, [1]))
+    for _ in range(2):
+        assert handler.hear(first) == Recorded(1)
+        assert isinstance(handler.hear(refused), Refused)
+
+
+def test_writes_are_made_in_their_order_though_some_get_lost(handler: RequestHandler) -> None:
+    assert handler.hear(Record(token(), 2, 0, commit(2, [1]))) == Behind(1)
+    assert handler.hear(Query(token(), 9, 1, call("last_step", "trainer"))) == Behind(1)
+    assert handler.hear(Record(token(), 1, 0, commit(1, [0]))) == Recorded(1)
+    assert handler.hear(Record(token(), 2, 0, commit(2, [1]))) == Recorded(2)
+
+
 def test_an_older_attempt_commits_nothing_once_a_newer_one_has_looked(
     handler: RequestHandler, path: Path
 ) -> None:
@@ -263,6 +369,25 @@ def test_an_older_attempt_commits_nothing_once_a_newer_one_has_looked(
                 )
         assert again.last_step("trainer") == 1
     assert handler.hear(Record(newer, 1, 0, commit(2, [1]))) == Recorded(1)
+
+
+@pytest.mark.parametrize("newer", [token(session=2), token(holder=1), token(attempt=1)])
+def test_of_a_worker_one_process_writes(handler: RequestHandler, newer: Token) -> None:
+    handler.hear(Join(newer, 1))
+    said = handler.hear(Record(token(), 1, 0, commit(1, [0])))
+    assert isinstance(said, Refused) and said.error == "Replaced"
+
+
+def test_workers_of_an_earlier_start_write_nothing_whatever_their_names(
+    handler: RequestHandler, path: Path
+) -> None:
+    with Ledger.open(path) as again:
+        RequestHandler(again, floor=1)
+        resumed = RequestHandler(again)
+        for late in (Record(token(), 1, 0, commit(1, [0])), Join(token(attempt=9), 1)):
+            said = resumed.hear(late)
+            assert isinstance(said, Refused) and said.error == "Replaced"
+        assert resumed.hear(Join(token(holder=1), 1)) == QueryResult(1)
 
 
 def test_a_service_whose_run_is_held_by_another_does_nothing(path: Path) -> None:
@@ -328,6 +453,18 @@ def test_a_service_whose_run_was_taken_over_ends_and_the_scheduler_is_told(path:
             trainer.issue("prompts", [(0, "a")])
 
 
+def test_who_was_replaced_puts_no_file_in_its_place(path: Path, service: LedgerProcess) -> None:
+    folder = path.parent
+    old = client(path, service)
+    (folder / "rollouts").mkdir()
+    at, mine = folder / "rollouts" / "step-1", old.placing.aside(folder / "rollouts" / "step-1")
+    mine.write_text("old")
+    client(path, service, life=Life(0, 1))
+    with pytest.raises(Replaced, match="may write nothing any more"):
+        old.placing.place(mine, at, None)
+    assert not at.exists()
+
+
 def test_a_trainer_that_was_replaced_shows_neither_rollouts_nor_a_checkpoint(
     path: Path, service: LedgerProcess
 ) -> None:
@@ -357,6 +494,31 @@ def test_a_trainer_that_was_replaced_shows_neither_rollouts_nor_a_checkpoint(
     assert not half.exists()
 
 
+def test_a_run_whose_ledger_another_process_has_open_is_clean(tmp_path: Path) -> None:
+    """All of it in one process, with files and entries by way of the service."""
+    g = Graph("tiny")
+    trainer = FakeTrainer(prompts_per_step=2)
+    trainer(FakeGenerator()(g.source(FakePrompts())))
+    plan = make_plan(g, steps=3, one_process=True)
+    folder = RunFolder.create(tmp_path, "tiny")
+    with Ledger.create(folder.ledger, consumers(g)) as ledger:
+        describe(folder, ledger, graph_facts(g), {"seed": 0, "steps": 3, **plan_facts(g, plan)})
+    made = LedgerProcess()
+    at_end(made.close)
+    made.serve(folder.ledger, f"ipc://{tmp_path}/ledger")
+    running = InlineRun(g, plan, Settings(folder=str(folder.path), steps=3, ledger=made.address))
+    assert isinstance(running.host.ledger, LedgerClient)
+    running.start()
+    running.run()
+    running.close()
+    made.close()
+    verdict = verify(folder.path)
+    assert verdict.clean, verdict.line
+    assert [line["step"] for line in folder.read_metrics()] == [1, 2, 3]
+    assert [number for number, _ in folder.rollouts_of().files("step")] == [1, 2, 3]
+    assert not list(folder.path.rglob("*.placing"))
+
+
 def test_files_and_folders_are_put_in_place_once_and_stay_in_the_run_folder(
     path: Path, service: LedgerProcess
 ) -> None:
@@ -371,6 +533,18 @@ def test_files_and_folders_are_put_in_place_once_and_stay_in_the_run_folder(
         trainer.placing.place(folder / "nothing", folder / "nowhere", None)
     with pytest.raises(RunFolderError, match="not in the run folder"):
         trainer.placing.place(folder / ".." / "x", folder / "y", None)
+
+
+def test_noise_at_the_socket_is_refused_and_the_others_go_on(path: Path) -> None:
+    service = LedgerProcess()
+    at_end(service.close)
+    service.serve(path, "tcp://127.0.0.1:*")
+    with zmq.Context() as context, context.socket(zmq.DEALER) as noise:
+        noise.connect(service.address)
+        for _ in range(30):
+            noise.send(os.urandom(50))
+        trainer = client(path, service, keys=None)
+        assert trainer.last_step("trainer") == 0
 
 
 def test_a_client_has_a_copy_of_the_ledger_while_others_write(
@@ -397,3 +571,29 @@ def test_a_client_has_a_copy_of_the_ledger_while_others_write(
 def _packed(ledger: LedgerClient, into: Path) -> Path:
     ledger.pack(into)
     return into
+
+
+def test_a_copy_that_is_asked_for_again_is_the_same(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with Ledger.open(path) as ledger:
+        monkeypatch.setattr(files_module, "PACKED_BYTES", 100)
+        handler, token = RequestHandler(ledger), Token("trainer-0", Life(0, 0), 1)
+        at_end(handler.close)
+
+        def ask(ticket: int, what: Any) -> Any:
+            answer = handler.hear(Query(token, ticket, 0, what))
+            assert isinstance(answer, Deferred)
+            told = answer.answer()
+            return told.value if isinstance(told, QueryResult) else told
+
+        handler.hear(Join(token, 1))
+        assert isinstance(ask(2, call("read_packed", "trainer-0", 0)), Refused)
+        size = ask(3, call("pack", "trainer-0", 3))
+        before = ask(4, call("read_packed", "trainer-0", 0))
+        rest = ask(4, call("read_packed", "trainer-0", 100))
+        assert len(before) == 100 and len(rest) == min(100, size - 100)
+        ledger.issue("prompts", [(group, f"{group}" * 200) for group in range(40)])
+        assert ask(3, call("pack", "trainer-0", 3)) == size, "its answer was late"
+        assert ask(5, call("read_packed", "trainer-0", 0)) == before
+        assert ask(6, call("pack", "trainer-0", 6)) != size

@@ -43,6 +43,15 @@ def test_a_refusal_is_told_once_until_the_disk_takes_the_file_again(
     assert [each.name for each in tmp_path.iterdir()] == ["times.json"]
 
 
+def test_one_file_that_is_refused_does_not_silence_another(tmp_path: Path, told: list[str]) -> None:
+    extras = Extras(told.append)
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+        assert not extras.remove(tmp_path / name)
+    assert len(told) == 2
+    assert extras.remove(tmp_path / "absent") and extras.rename(tmp_path / "a", tmp_path / "c")
+
+
 @pytest.mark.parametrize("content", [b"", b"{", b"[]", b"\xff\x00", None])
 def test_a_map_that_is_broken_is_an_empty_one_with_a_word(
     content: bytes | None, tmp_path: Path, told: list[str]
@@ -52,6 +61,17 @@ def test_a_map_that_is_broken_is_an_empty_one_with_a_word(
     assert read_map(path, tell=told.append) == {}
     assert bool(told) == (content != b"")
     assert all(str(path) in text and "missing" in text for text in told)
+
+
+def test_values_of_another_type_than_was_written_are_left_out(
+    tmp_path: Path, told: list[str]
+) -> None:
+    path = tmp_path / "times.json"
+    path.write_text('{"seconds": "soon", "outcome": "finished"}')
+    assert read_map(path, {"seconds": (int, float), "outcome": str}, told.append) == {
+        "outcome": "finished"
+    }
+    assert "['seconds']" in told[0]
 
 
 def test_lines_that_are_torn_or_no_maps_are_counted_and_passed_over(tmp_path: Path) -> None:
@@ -78,6 +98,20 @@ def test_a_trace_that_a_crash_tore_is_merged_without_its_torn_lines(
     ]
     assert len(events) == 2 and len(told) == 1 and told[0].startswith("3 lines of traces")
     assert not list(folder.logs.glob("*.trace"))
+
+
+def test_what_stands_in_the_way_of_a_trace_is_told_and_that_is_all(
+    tmp_path: Path, told: list[str]
+) -> None:
+    folder = RunFolder(RunFolder.create(tmp_path, "test").path, Extras(told.append))
+    for path in (folder.logs / "a-0.trace", folder.trace):
+        path.mkdir()
+    Trace("a-0").write(folder)
+    merge(folder)
+    assert {text.split("'")[1] for text in told} == {
+        str(folder.logs / "a-0.trace"),
+        str(folder.trace),
+    }
 
 
 def test_a_folder_in_the_place_of_the_book_of_faults_is_told_once(

@@ -1,5 +1,6 @@
 """Hosts that see no folder in common: which files count where, and where others come from."""
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -130,6 +131,14 @@ def test_rollouts_that_another_host_made_are_none_here_and_their_host_is_named(
         on_host(HOME, home, home).rollouts_of().read(3)
 
 
+def test_metrics_are_those_of_the_schedulers_folder(tmp_path: Path, home: Path) -> None:
+    folder = on_host("b", tmp_path / "b", home)
+    assert folder.read_metrics() == []
+    for step in (1, 2):
+        put(home / "metrics.jsonl", json.dumps({"step": step}) + "\n")
+        assert folder.read_metrics() == [{"step": step}]
+
+
 def test_a_checkpoint_of_another_host_comes_from_its_copy_and_one_that_does_not_count_is_set_aside(
     tmp_path: Path, home: Path, ledger: Ledger
 ) -> None:
@@ -145,6 +154,16 @@ def test_a_checkpoint_of_another_host_comes_from_its_copy_and_one_that_does_not_
     assert (b / "checkpoints/not-counted-1-step-000005").exists()
     assert ledger.places("checkpoints/step-000004") == {"checkpoints/step-000004": "b"}
     assert folder.latest_checkpoint(at_most=7) == b / "checkpoints/step-000004"
+
+
+def test_a_checkpoint_in_the_schedulers_folder_comes_from_its_copy_where_no_row_says_otherwise(
+    tmp_path: Path, home: Path, ledger: Ledger
+) -> None:
+    b = tmp_path / "b"
+    checkpoint(home, 2)
+    copies = copied(tmp_path / "there", ledger, home, 2)
+    assert on_host("b", b, home, copies).latest_checkpoint(8) == b / "checkpoints/step-000002"
+    assert ledger.places("") == {"checkpoints/step-000002": "b"}
 
 
 def test_what_is_here_is_gone_on_from_without_a_look_at_the_address(
@@ -171,3 +190,11 @@ def test_a_run_whose_checkpoints_nobody_gives_does_not_go_on(
     ledger.set_place("checkpoints/step-000004", "b")
     folder = on_host("b", tmp_path / "b", home)
     assert folder.latest_checkpoint(8) == tmp_path / "b/checkpoints/step-000004"
+
+
+def test_a_run_that_always_had_one_folder_asks_nobody(home: Path) -> None:
+    checkpoint(home, 4)
+    folder = on_host(HOME, home, home)
+    assert folder.latest_checkpoint() == home / "checkpoints/step-000004"
+    with pytest.raises(RunFolderError, match="No such file"):
+        folder.rollouts_of().read(3)

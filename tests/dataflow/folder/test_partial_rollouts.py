@@ -5,9 +5,11 @@ what another drew.
 from pathlib import Path
 
 import numpy as np
+import pytest
 
 from dataflow.folder.finished import PartialRolloutFiles
 from dataflow.folder.partial_rollouts import PartialRollout, PartialRow
+from dataflow.system.files import RunFolderError
 from dataflow.tokens.rollout_tokens import KINDS, RolloutTokens, SamplingMask
 
 
@@ -100,6 +102,14 @@ def test_a_torn_end_takes_no_stretch_that_stood_before_it(tmp_path: Path) -> Non
         assert path.exists() == bool(kept)
 
 
+def test_a_stretch_is_passed_over_when_what_was_before_it_is_lost(tmp_path: Path) -> None:
+    first = PartialRolloutFiles(tmp_path, "prompts", file_bytes=1)
+    for begin in (0, 4, 8):
+        first.append([piece(0, 0, begin, 4)])
+    (tmp_path / "0-0-1.prompts.parts").unlink()
+    assert tokens(later(tmp_path, [0]), 0) == {0: [0, 1, 2, 3]}
+
+
 def test_a_line_goes_through_any_number_of_files_in_the_order_in_which_they_were_written(
     tmp_path: Path,
 ) -> None:
@@ -126,6 +136,13 @@ def test_lines_of_several_processes_are_not_joined_and_the_longest_comes_first(
         [200, 201, 202, 203, 204],
         [100, 101, 102, 103],
     ]
+
+
+def test_a_rollout_that_begins_anew_is_a_new_one(tmp_path: Path) -> None:
+    first = PartialRolloutFiles(tmp_path, "prompts")
+    first.append([piece(0, 0, 0, 9, version=1)])
+    first.append([piece(0, 0, 0, 3, version=2)])
+    assert tokens(later(tmp_path, [0]), 0) == {0: [200, 201, 202]}
 
 
 def test_a_process_of_the_same_name_in_a_run_that_goes_on_overwrites_nothing(
@@ -158,3 +175,18 @@ def test_files_go_when_all_their_groups_have_an_outcome_but_not_those_that_anoth
     writing.forget(2)
     writing.close()
     assert files(tmp_path) == []
+
+
+def test_a_disk_that_refuses_parts_is_named(tmp_path: Path) -> None:
+    (tmp_path / "generator").write_text("a file where a folder should be")
+    with pytest.raises(RunFolderError, match="generator"):
+        PartialRolloutFiles(tmp_path / "generator", "prompts").append([piece(0, 0, 0, 1)])
+
+
+def test_what_others_drew_is_looked_through_when_the_first_group_is_asked_for(
+    tmp_path: Path,
+) -> None:
+    """A trainer may go back while the others start."""
+    later = PartialRolloutFiles(tmp_path, "prompts", attempt=1, waited_for=lambda: [0])
+    PartialRolloutFiles(tmp_path, "prompts").append([piece(0, 0, 0, 4), piece(1, 0, 0, 4)])
+    assert tokens(later, 0) == {0: [0, 1, 2, 3]} and later.find(1) == []

@@ -48,6 +48,15 @@ def test_however_long_a_run_two_files_hold_its_last_minute(tmp_path: Path) -> No
     assert found[-1].end_s > WALL + clock.now - 3 and {each.node for each in found} == {"a"}
 
 
+def test_a_process_that_begins_again_leaves_what_the_one_before_did_last(tmp_path: Path) -> None:
+    folder, clock = RunFolder.create(tmp_path, "test"), Clock()
+    at_work(folder, RecentSpans("a-0", clock, clock.wall), clock, 30.0)
+    clock.now += 5.0
+    at_work(folder, RecentSpans("a-0", clock, clock.wall), clock, 8.0)
+    begins = [each.begin_s - WALL for each in last_spans(folder, MINUTE)]
+    assert min(begins) == pytest.approx(100.0) and max(begins) > 137.0
+
+
 def test_a_line_is_bounded_and_the_oldest_is_cut(tmp_path: Path) -> None:
     folder, clock = RunFolder.create(tmp_path, "test"), Clock()
     recent = RecentSpans("a-0", clock, clock.wall)

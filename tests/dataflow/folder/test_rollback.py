@@ -10,8 +10,11 @@ import pytest
 
 from dataflow.folder.finished import Finished, PartialRolloutFiles, take_out_abandoned
 from dataflow.folder.partial_rollouts import PartialRollout, PartialRow
+from dataflow.staleness import newest_versions
 from dataflow.system.files import RunFolderError
 from dataflow.tokens.rollout_tokens import RolloutTokens
+
+EARLIER = "0-part1-0-0.prompts"
 
 
 def rows(*versions: list[int], groups: list[int]) -> pa.RecordBatch:
@@ -63,6 +66,17 @@ def test_finished_groups_with_a_token_of_weights_that_are_gone_are_found_no_more
     assert take_out_abandoned(tmp_path, "prompts", 3) == 0
 
 
+def test_files_without_such_a_token_stay_as_they_are_and_those_with_nothing_else_go(
+    tmp_path: Path,
+) -> None:
+    finished(tmp_path / "one", rows([1, 2], groups=[0]))
+    finished(tmp_path / "other", rows([7], groups=[1]))
+    kept = (tmp_path / "one" / f"{EARLIER}.arrows").stat()
+    assert take_out_abandoned(tmp_path, "prompts", 2) == 1
+    assert (tmp_path / "one" / f"{EARLIER}.arrows").stat() == kept
+    assert list((tmp_path / "other").iterdir()) == []
+
+
 def test_other_sources_and_files_that_may_be_written_to_are_not_touched(tmp_path: Path) -> None:
     finished(tmp_path / "generator", rows([9], groups=[0]))
     writing = Finished(tmp_path / "generator", "prompts", attempt=1)
@@ -98,3 +112,10 @@ def test_a_disk_that_refuses_leaves_the_file_as_it_was(
         with pytest.raises(RunFolderError, match="space left"):
             take_out_abandoned(tmp_path, "prompts", 3)
     assert sorted(found(tmp_path / "generator", range(2))) == [0, 1]
+
+
+def test_the_newest_version_of_a_rollout_is_that_of_its_latest_token() -> None:
+    column = pa.array([[9], [-1, 3, 4], [], [-1, -1], [2, 2]], pa.list_(pa.int32()))
+    assert newest_versions(column).tolist() == [9, 4, -1, -1, 2]
+    assert newest_versions(column.slice(1, 2)).tolist() == [4, -1]
+    assert newest_versions(pa.array([], pa.list_(pa.int32()))).tolist() == []

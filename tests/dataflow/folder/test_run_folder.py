@@ -14,7 +14,7 @@ import pytest
 
 from dataflow.folder.arrow_reading import arrow_schema, read_arrow, stream_arrow
 from dataflow.folder.run_folder import RunFolder
-from dataflow.system.files import RunFolderError, to_json, write_atomically
+from dataflow.system.files import RunFolderError, append_line, to_json, write_atomically
 
 
 @pytest.fixture
@@ -65,6 +65,20 @@ def test_the_layout_is_that_of_the_design(folder: RunFolder) -> None:
         "checkpoint": "checkpoints/step-000100",
     }
     assert folder.logs.is_dir() and folder.rollouts.is_dir() and folder.checkpoints.path.is_dir()
+
+
+def test_no_folder_and_no_file_are_told_apart(tmp_path: Path) -> None:
+    with pytest.raises(
+        RunFolderError, match="nothing is there; give the folder that the run printed"
+    ):
+        RunFolder.open(tmp_path / "absent")
+    (tmp_path / "file").touch()
+    with pytest.raises(RunFolderError, match="that is a file"):
+        RunFolder.open(tmp_path / "file")
+    with pytest.raises(
+        RunFolderError, match=r"creating the run folder .* failed: .*; move away what stands there"
+    ):
+        RunFolder.create(tmp_path / "file", "g")
 
 
 @dataclass(frozen=True)
@@ -122,6 +136,24 @@ def test_metrics_survive_a_line_that_a_crash_tore(folder: RunFolder) -> None:
     assert folder.scan_metrics()[1] == 1
 
 
+def test_a_line_is_appended_in_one_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    writes: list[bytes] = []
+    real = os.write
+    monkeypatch.setattr(
+        os, "write", lambda handle, content: (writes.append(content), real(handle, content))[1]
+    )
+    append_line(tmp_path / "lines", '{"a": 1}')
+    assert writes == [b'{"a": 1}\n']
+
+
+def test_a_full_disk_is_named_with_what_is_free(tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").symlink_to("/dev/full")
+    with pytest.raises(
+        RunFolderError, match=r"No space left on device; make room on that disk \(.* MiB are free\)"
+    ):
+        append_line(tmp_path / "metrics.jsonl", "{}")
+
+
 @pytest.mark.parametrize(
     ("number", "advice"),
     [
@@ -159,6 +191,14 @@ def test_rollouts_come_back_as_they_were_written(folder: RunFolder) -> None:
     assert folder.rollouts_of("held_out").read_evaluation(10) == whole
     with pytest.raises(RunFolderError, match=r"step-000009\.arrow' failed: .*No such file"):
         folder.rollouts_of().read(9)
+
+
+def test_rows_stay_readable_when_their_file_is_replaced(folder: RunFolder) -> None:
+    folder.rollouts_of().write(1, table(0))
+    old = folder.rollouts_of().read(1)
+    folder.rollouts_of().write(1, table(1, 2))
+    assert old == table(0)
+    assert folder.rollouts_of().read(1) == table(1, 2)
 
 
 def test_rollouts_wait_for_the_disk_only_where_a_checkpoint_asks(

@@ -19,6 +19,7 @@ from rigs.examples import examples
 from dataflow import Graph, inline, run
 from dataflow.errors import Replaced
 from dataflow.folder.ledger import Ledger, copying
+from dataflow.folder.ledger import copying as renewal
 from dataflow.folder.ledger.copying import renew
 from dataflow.folder.run_folder import RunFolder
 from dataflow.folder.run_hold import (
@@ -27,6 +28,7 @@ from dataflow.folder.run_hold import (
     RunHold,
     Taking,
     held,
+    is_over_hosts,
     seen_in_part,
 )
 from dataflow.folder.run_lock import UnderWay
@@ -40,6 +42,19 @@ class Clock:
 
     def __call__(self) -> float:
         return self.now
+
+
+class Awake:
+    """Of one process, as `AwakeClock`: it stands still while that is stopped."""
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock, self._looked, self._away_s = clock, clock.now, 0.0
+
+    def __call__(self) -> float:
+        if self._clock.now - self._looked > 1.0:
+            self._away_s += self._clock.now - self._looked
+        self._looked = self._clock.now
+        return self._looked - self._away_s
 
 
 @pytest.fixture
@@ -66,6 +81,12 @@ def test_the_first_takes_a_run_at_once_and_whoever_comes_while_it_lives_is_told_
             hold.check()
             assert other.look() is None
     assert clock.now <= 2 * RAISE_S
+
+
+def test_a_run_that_was_let_go_of_is_taken_at_once(tmp_path: Path, clock: Clock) -> None:
+    take(tmp_path, clock).release()
+    assert take(tmp_path, clock).number == 2
+    assert clock.now == 0.0
 
 
 def test_a_run_whose_holder_has_died_is_taken_once_its_counter_has_stood_still(
@@ -125,6 +146,16 @@ def test_one_that_slept_while_the_run_changed_hands_twice_does_not_take_it(
     assert sorted(path.name for path in (tmp_path / "holders").iterdir()) == ["000003"]
 
 
+def test_a_process_that_was_stopped_while_it_waited_has_seen_nothing(
+    tmp_path: Path, clock: Clock
+) -> None:
+    take(tmp_path, clock).check()
+    taking = Taking(tmp_path, clock=Awake(clock))
+    assert taking.look() is None
+    clock.now += 100
+    assert taking.look() is None
+
+
 MOVES = st.lists(
     st.tuples(st.integers(0, 3), st.sampled_from([0.1, 0.3, 1.0, 4.0])), min_size=20, max_size=120
 )
@@ -162,6 +193,16 @@ def test_no_two_ever_hold_a_run_whoever_is_stopped_for_however_long(
                 holds[who], highest = hold, hold.number
             taking[who] = Taking(folder, clock=clock, holders_clock=clock, still_s=5.0)
     shutil.rmtree(folder)
+
+
+def test_a_run_is_held_for_a_block_and_let_go_of(tmp_path: Path) -> None:
+    folder = RunFolder.create(tmp_path, "t")
+    assert not is_over_hosts(folder)
+    for number in (1, 2):
+        with held(folder) as hold:
+            assert hold.number == number
+            hold.check()
+    assert is_over_hosts(folder)
 
 
 def test_who_waits_whether_a_run_is_held_says_for_whom_and_how_long(
@@ -277,3 +318,24 @@ def test_a_crash_while_a_ledger_is_put_in_a_new_file_loses_nothing(
     assert groups(path) == 2
     before.close()
     assert sorted(each.name for each in tmp_path.iterdir()) == ["ledger.db"]
+
+
+def test_who_could_not_renew_the_ledger_leaves_that_to_the_next(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = RunFolder.create(tmp_path, "t")
+    with held(folder) as hold:
+        monkeypatch.setattr(hold, "release", lambda: None)
+    Ledger.create(folder.ledger, {"trainer": ["prompts"]}).close()
+    old = folder.ledger.stat().st_ino
+    with monkeypatch.context() as patch:
+        patch.setattr(renewal, "connect", lambda *_, **__: 1 / 0)
+        with pytest.raises(ZeroDivisionError), held(folder, still_s=0.0):
+            pass
+    with held(folder, still_s=0.0):
+        assert folder.ledger.stat().st_ino != old
+
+
+def test_where_there_is_no_ledger_nothing_is_renewed(tmp_path: Path) -> None:
+    renew(tmp_path / "ledger.db")
+    assert not list(tmp_path.iterdir())

@@ -49,3 +49,10 @@ def test_however_long_a_run_its_trace_is_whole_and_holds_so_many_spans() -> None
         assert own[0][0] == 0.0 and own[-1][1] == last
         assert all(end <= begin for (_, end), (begin, _) in pairwise(own))
     assert sum(1 for name, *_ in found if name == "rare") > 1, "the shorter pauses go first"
+
+
+def test_a_long_pause_is_still_seen_where_short_ones_are_joined() -> None:
+    spans = Spans(10)
+    for turn in range(1_000):
+        spans.add("a", turn + (500 if turn >= 300 else 0), turn + (500 if turn >= 300 else 0) + 0.9)
+    assert any(end <= 300.0 and begin >= 800.0 for (_, _, end), (_, begin, _) in pairwise(spans))

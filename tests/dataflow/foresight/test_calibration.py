@@ -3,7 +3,7 @@
 import json
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import pytest
@@ -32,6 +32,8 @@ TRUE = Rates(
     look_s=9e-10,
     wait_s=2e-4,
 )
+
+
 LEARNS = Rates(
     step_s=0.012,
     layer_s=3e-3,
@@ -42,10 +44,16 @@ LEARNS = Rates(
     look_s=7e-10,
     wait_s=5e-4,
 )
+
+
 TRUTH = Constants(
     generator=TRUE, learner=LEARNS, alone=1.25, parallel={"generator": 0.7, "learner": 0.7}
 )
+
+
 GROUP, PROMPTS, PROMPT = 8, 32, 7.0
+
+
 SHAPES = (
     (2, 128, 8.0, 50.0, 32),
     (4, 256, 40.0, 100.0, 32),
@@ -54,7 +62,11 @@ SHAPES = (
     (6, 128, 25.0, 8.0, 16),
     (2, 512, 12.0, 30.0, 32),
 )
+
+
 """Layers and width, mean tokens, rollouts at once, prompts of a step."""
+
+
 CPU = device_kind("cpu")
 
 
@@ -279,6 +291,31 @@ def test_a_run_whose_batch_empties_tells_the_seconds_of_a_step_from_those_of_a_r
     assert abs(decode_s(model, 1, 11.0, blind) / decode_s(model, 1, 11.0, true) - 1) > 0.3
 
 
+def test_where_all_of_a_batch_begin_at_once_those_that_are_left_say_how_far_they_look_back() -> (
+    None
+):
+    """In turn with its trainer, a batch of 256 whose lengths are even up to 200 has two left after
+    198 tokens.
+    """
+    model, true = sized(2, 64), replace(TRUTH, generator=replace(TRUE, look_s=1.5e-9))
+    run = made_run(
+        model,
+        mean=100.5,
+        batch=128.0,
+        name="a",
+        threads=2,
+        true=true,
+        sizes=(2, 16, 64, 128, 192, 240),
+        lengths=Lengths.of(range(1, 201)),
+    )
+    found = calibrate([run])
+    for size, tokens in ((16, 187), (64, 150), (192, 50)):
+        told, truth = (
+            decode_s(model, size, PROMPT + tokens, each, threads=2) for each in (found, true)
+        )
+        assert told == pytest.approx(truth, rel=0.07)
+
+
 def test_seconds_of_a_process_that_shared_its_core_are_those_that_it_computed_in() -> None:
     """A scorer that computes half of the time beside the other two leaves them 5/6 of two cores: so
     much longer their seconds are, and no constant is another one.
@@ -325,6 +362,19 @@ def test_seconds_of_a_process_that_shared_its_core_are_those_that_it_computed_in
     assert found.row_s["reward"] == pytest.approx(2 / 3)
 
 
+def test_where_a_run_does_not_say_what_attention_looked_at_it_is_what_it_is_in_the_mean() -> None:
+    run = made_run(sized(2, 128), mean=30.0, batch=50.0, name="a", sizes=(20, 200))
+    spans = [
+        replace(span, looked=0.0, decoded=[replace(size, looked=0.0) for size in span.decoded])
+        for span in run.stretches["generator"]
+    ]
+    found = calibrate([replace(run, stretches={**run.stretches, "generator": spans})]).generator
+    for name, value in vars(calibrate([run]).generator).items():
+        assert getattr(found, name) == (
+            value if isinstance(value, str) else pytest.approx(value)
+        ), name
+
+
 def test_what_ranks_take_to_wait_for_each_other_is_told_by_runs_that_have_some() -> None:
     shapes = (
         (2, 128, 8.0, 50.0, 32),
@@ -342,6 +392,25 @@ def test_what_ranks_take_to_wait_for_each_other_is_told_by_runs_that_have_some()
     untold = calibrate(single)  # it is what is assumed, on so slow a machine
     assert untold.generator.exchange_s == pytest.approx(TRUE.exchange_s, rel=0.3)
     assert untold.learner.exchange_s == pytest.approx(LEARNS.exchange_s, rel=0.3)
+
+
+def test_processes_with_more_threads_share_out_products_and_wait_for_each_other() -> None:
+    """What is done once is as fast as by one that is alone."""
+    found = calibrate([*made_runs(), *made_runs(ranks=2), *made_runs(threads=2)])
+    assert found.alone == pytest.approx(TRUTH.alone, abs=0.15), (
+        "nearly as assumed: threads alone hardly tell"
+    )
+    assert found.parallel == pytest.approx(TRUTH.parallel, abs=0.1)
+    roles: tuple[Literal["generator", "learner"], ...] = ("generator", "learner")
+    for role in roles:
+        for threads in (1, 2):
+            got, true = found.of(role, threads), TRUTH.of(role, threads)
+            assert (got.step_s, got.compute) == pytest.approx(
+                (true.step_s, true.compute), rel=0.12
+            ), (role, threads)
+            assert got.exchange_s == pytest.approx(true.exchange_s, rel=0.2)
+    assert described(found).count("times as fast in what they share out") == 2
+    assert calibrate(made_runs()).parallel == {}, "no run tells"
 
 
 def test_a_synchronous_run_and_another_show_what_others_take_with_one_thread_and_several() -> None:
@@ -440,6 +509,14 @@ def test_a_scorers_processes_take_as_long_a_row_as_a_call_and_bound_a_run_by_the
     assert run.efficiency == pytest.approx(0.98)
 
 
+def test_steps_that_were_counted_at_the_ends_of_a_stretch_change_nothing() -> None:
+    """Its seconds at work are those of whole steps or not; how many ended in it is off by one."""
+    run = made_run(sized(2, 128), mean=8.0, batch=50.0, name="a")
+    fewer = [replace(each, steps=each.steps - 1) for each in run.stretches["trainer"]]
+    odd = replace(run, stretches={**run.stretches, "trainer": fewer})
+    assert calibrate([odd]).learner == calibrate([run]).learner
+
+
 def test_what_is_passed_on_and_read_costs_by_its_tokens_where_lengths_differ() -> None:
     """20 microseconds a row and 3 a token; of runs of one length all is the row's."""
 
@@ -478,6 +555,21 @@ def test_runs_of_another_kind_of_device_and_no_runs_are_refused() -> None:
         calibrate([])
 
 
+def test_runs_in_which_one_waits_for_the_other_tell_how_fast_a_process_is_alone() -> None:
+    found = calibrate([*made_runs(), *made_runs(idle=1.0)])
+    assert found.alone == pytest.approx(1.25) and "1.25 times as fast while no other" in described(
+        found
+    )
+    assert found.generator.step_s == pytest.approx(TRUE.step_s, rel=0.05)
+    assert found.learner.channel_s == pytest.approx(LEARNS.channel_s, rel=0.15)
+    assert calibrate(made_runs()).alone == pytest.approx(1.1), "runs of one kind do not tell"
+    accelerated = [
+        replace(run, placed={node: {**of, "gpus": 1} for node, of in run.placed.items()})
+        for run in made_runs()
+    ]
+    assert calibrate(accelerated, "H100").alone == 1.0
+
+
 @pytest.mark.parametrize(("rows", "columns"), [(12, 4), (40, 11)])
 def test_no_answer_is_negative_and_none_is_nearer(rows: int, columns: int) -> None:
     random = np.random.default_rng(0)
@@ -489,3 +581,12 @@ def test_no_answer_is_negative_and_none_is_nearer(rows: int, columns: int) -> No
         for _ in range(30):
             other = np.maximum(0, found + 0.1 * random.normal(size=columns))
             assert ((x @ other - y) ** 2).sum() >= left * (1 - 1e-6)
+
+
+def test_a_run_says_how_much_slower_its_machine_was_in_one_third_of_it_than_in_another() -> None:
+    run = made_run(sized(2, 128), mean=8.0, batch=50.0, name="a")
+    ends = np.cumsum([0.2] * 10 + [0.35] * 10 + [0.25] * 10)
+    assert replace(run, steps=[{"seconds": float(end)} for end in ends]).drift == pytest.approx(
+        0.35 / 0.2, rel=0.12
+    )
+    assert run.drift == pytest.approx(1.0)

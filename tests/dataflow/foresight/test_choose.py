@@ -16,6 +16,7 @@ from dataflow.foresight.choice.candidates import (
     candidates,
     deals_out,
     generators,
+    splits,
 )
 from dataflow.foresight.choice.gains import Gain, changes, gains, staler, told
 from dataflow.foresight.choice.search import (
@@ -28,8 +29,9 @@ from dataflow.foresight.choice.search import (
     reason,
 )
 from dataflow.foresight.choice.told import ways
-from dataflow.foresight.command import read_devices
-from dataflow.foresight.foresee import foresee
+from dataflow.foresight.command import read_devices, read_prices
+from dataflow.foresight.foresee import BRIEF_STEPS, SIMULATED_STEPS, foresee
+from dataflow.foresight.simulation.clock import Clock, Processors
 from dataflow.foresight.workload import Workload
 from operators import Generator, Trainer
 from operators.losses import aipo
@@ -44,6 +46,8 @@ TINY = {
     "vocab_size": 32000,
     "max_position_embeddings": 4096,
 }
+
+
 SHORT = Workload(prompt_tokens=20, mean_tokens=40)
 
 
@@ -71,6 +75,17 @@ def test_a_generator_is_tried_with_ranks_that_divide_its_heads_and_fp8_where_dev
     wide = replace(generator, tensor_parallel=2, weights="fp8")  # type: ignore[call-arg]
     assert generators(wide, read_devices("2xH100")) == [{}, {"tensor_parallel": 1}]
     assert not deals_out(12, 8, 3) and deals_out(12, 2, 4) and not deals_out(8, 3, 2)
+
+
+@pytest.mark.parametrize(
+    ("free", "unit", "trainer"), [*itertools.product((2, 9, 16, 100, 1024), (1, 2, 8), (1, 4))]
+)
+def test_splits_are_whole_replicas_and_whole_copies_and_not_too_many(
+    free: int, unit: int, trainer: int
+) -> None:
+    found = splits(free, unit, trainer, 64)
+    assert len(found) <= 64 and all(0 < each < free and each % unit == 0 for each in found)
+    assert all((free - each) % trainer == 0 for each in found)
 
 
 @pytest.mark.slow
@@ -122,6 +137,34 @@ def test_the_chosen_way_is_the_shortest_of_those_simulated_and_the_graph_stays_a
         assert again.step_s == way.foreseen.step_s
     assert any(way.candidate.knobs for way in choice.ways)
     assert f"{choice.tried} ways looked at, {choice.simulated} simulated" in ways(choice)
+
+
+def test_whoever_leads_was_simulated_at_length_and_the_others_may_be_told_of_briefly(
+    model: Model,
+) -> None:
+    choice = choose(
+        graph(model, 2),
+        read_devices("8xH100"),
+        workload=Workload(prompt_tokens=200, mean_tokens=60),
+    )
+    lengths = [
+        len(way.foreseen.simulated.step_ends)
+        for way in choice.ways
+        if way.foreseen.simulated is not None
+    ]
+    assert lengths[0] == SIMULATED_STEPS and set(lengths) == {SIMULATED_STEPS, BRIEF_STEPS}
+
+
+def test_a_way_that_is_far_off_by_closed_forms_is_not_simulated(
+    model: Model, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made, room, counts = graph(model), read_devices("4xH100"), []
+    for far in (float("inf"), 1e-9):
+        monkeypatch.setattr("dataflow.foresight.choice.search.FAR", far)
+        choice = choose(made, room, workload=SHORT, steps=6)
+        counts.append((choice.simulated, choice.ways[0].foreseen.step_s))
+    (all_of, best), (few, first) = counts
+    assert few < all_of and best <= first
 
 
 def test_the_least_cost_takes_fewer_devices_than_the_shortest_step_and_prices_turn_it(
@@ -254,6 +297,16 @@ def test_what_would_help_most_is_simulated_around_a_way(model: Model) -> None:
     ).endswith(": a: -50%")
 
 
+def test_ranks_of_a_trainer_on_cores_each_take_one(model: Model) -> None:
+    ended: dict[str, float] = {}
+    clock = Clock(Processors(cores=2))
+    clock.after(1.0, lambda: ended.update(trainer=clock.now), shared=2)
+    clock.after(1.0, lambda: ended.update(generator=clock.now), shared=1)
+    while clock.next():
+        pass
+    assert ended["trainer"] == ended["generator"] == pytest.approx(1.5)
+
+
 def test_the_command_chooses_and_says_what_would_help(
     model: Model, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
@@ -350,6 +403,14 @@ def test_a_search_on_a_thousand_devices_looks_at_hundreds_of_ways(model: Model) 
     best = choice.ways[0]
     assert best.candidate.knobs["tensor_parallel"] == 8 and sum(best.gpus.values()) == 1024
     assert choice.refused["do not fit into memory"] > 100
+
+
+def test_prices_are_of_the_kinds_that_are_there() -> None:
+    assert read_prices(" ", read_devices("4xH100")) is None
+    assert read_prices("H100=2.5, L40S=1", read_devices("4xH100+4xL40S")) == {
+        "H100": 2.5,
+        "L40S": 1.0,
+    }
 
 
 def test_of_ways_on_cores_that_are_as_good_the_one_with_the_fewest_processes_leads(

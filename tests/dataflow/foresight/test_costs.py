@@ -13,12 +13,14 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from dataflow.errors import GraphError
 from dataflow.foresight.catalogue import CATALOGUE, device_kind
+from dataflow.foresight.command import read_devices
 from dataflow.foresight.counts import Counts, counts
-from dataflow.foresight.generation import GeneratorReplica, generate, stragglers
+from dataflow.foresight.generation import GeneratorReplica, generate, stragglers, sustain
 from dataflow.foresight.lengths import Lengths
 from dataflow.foresight.parts import Parts
 from dataflow.foresight.rates import ASSUMED
 from dataflow.foresight.training import BACKWARD, Learners
+from transport.weights import LayoutMismatch
 from transport.weights.costs.decoder import NAMED, Decoder
 
 SHAPE = {
@@ -30,7 +32,11 @@ SHAPE = {
     "num_hidden_layers": 3,
     "tie_word_embeddings": False,
 }
+
+
 MIXTURE = {"moe_intermediate_size": 16, "num_experts_per_tok": 2}
+
+
 CONFIGS = {
     "llama": transformers.LlamaConfig(**SHAPE),
     "tied": transformers.Qwen3Config(**SHAPE | {"tie_word_embeddings": True, "head_dim": 16}),
@@ -90,6 +96,17 @@ def test_the_names_of_the_paper_are_as_large_as_they_say() -> None:
     )
 
 
+def test_a_mixture_s_tensors_are_refused_and_its_counts_are_not() -> None:
+    mixture = Decoder.from_config(json.loads(CONFIGS["experts"].to_json_string()))
+    with pytest.raises(LayoutMismatch, match="a mixture of experts"):
+        mixture.tensors("bfloat16")
+    found = counts(mixture)
+    assert found.active < found.touched(4) < found.parameters
+    assert found.touched(1) == pytest.approx(found.active) and found.touched(1e4) == pytest.approx(
+        found.parameters - found.ends
+    )
+
+
 @pytest.mark.parametrize(
     ("asked", "nearest"), [("H10", "H100"), ("L40", "L40S"), ("mi300", "MI300X"), ("409", "")]
 )
@@ -103,11 +120,38 @@ def test_a_kind_that_nobody_knows_is_refused_with_those_known_and_the_nearest(
         device_kind(asked)
 
 
+def test_a_kind_is_known_however_its_name_is_written() -> None:
+    for kind in CATALOGUE.values():
+        dashed = kind.name.replace("RTX", "rtx_")
+        for name in (kind.name, kind.name.lower(), dashed, f"NVIDIA {kind.name}"):
+            assert device_kind(name) is kind, name
+    for name in ("4090", "RTX-4090", "GeForce RTX 4090", "rtx 4090 24GB"):
+        assert device_kind(name) is CATALOGUE["RTX4090"], name
+    assert (
+        device_kind("a100-80gb") is CATALOGUE["A100"]
+        and device_kind("A100_40") is CATALOGUE["A100-40"]
+    )
+    assert [host.name for host in read_devices("1xa100-40+1xrtx_4090").hosts] == [
+        "A100-40-0",
+        "RTX4090-0",
+    ]
+
+
 def test_what_a_device_cannot_compute_in_is_refused() -> None:
     with pytest.raises(
         GraphError, match="A100 has no matrix products in fp8; found rates for bfloat16"
     ):
         device_kind("A100").rate("fp8")
+
+
+@given(mean=st.floats(2, 3000), most=st.floats(3100, 30000), sigma=st.floats(0, 1.5))
+@settings(max_examples=30, deadline=None)
+def test_lengths_have_the_mean_that_was_asked_for(mean: float, most: float, sigma: float) -> None:
+    found = Lengths.drawn(mean, most, sigma)
+    assert found.mean == pytest.approx(mean, rel=0.01) and found.most <= most
+    assert (
+        found.longer_than(np.array([0.0]))[0] == 1 and found.longer_than(np.array([most]))[0] == 0
+    )
 
 
 @pytest.mark.parametrize(("mean", "most"), [(0.5, 10), (10, 10), (20, 10)])
@@ -117,7 +161,11 @@ def test_a_mean_that_cannot_be_had_is_refused(mean: float, most: float) -> None:
 
 
 EIGHT = counts(NAMED["llama-8b"])
+
+
 ON_H100 = GeneratorReplica(model=EIGHT, kind=CATALOGUE["H100"])
+
+
 LENGTHS = Lengths.drawn(500, 2000)
 
 
@@ -150,6 +198,18 @@ def test_more_rollouts_never_take_less_time_and_never_more_each(
     assert less <= most * (1 + 1e-9) and most / (rollouts * more) <= less / rollouts * 1.02
 
 
+@given(rollouts=st.floats(64, 900))
+@settings(max_examples=20, deadline=None)
+def test_a_batch_whose_places_are_taken_again_is_faster_than_one_that_empties(
+    rollouts: float,
+) -> None:
+    emptied = generate(ON_H100, LENGTHS, 100, rollouts, ASSUMED).seconds(ASSUMED)
+    assert (
+        sustain(ON_H100, LENGTHS, 100, rollouts, ASSUMED, at_once=rollouts).seconds(ASSUMED)
+        < emptied
+    )
+
+
 def test_replicas_that_wait_for_each_other_wait_for_the_longest_rollout_of_all() -> None:
     alone, among = (
         generate(ON_H100, LENGTHS, 100, 16, ASSUMED, of=of).seconds(ASSUMED) for of in (16, 2048)
@@ -157,6 +217,12 @@ def test_replicas_that_wait_for_each_other_wait_for_the_longest_rollout_of_all()
     assert generate(ON_H100, LENGTHS, 100, 16, ASSUMED).seconds(ASSUMED) == alone < among
     most = LENGTHS.most * (ON_H100.step(16, 100 + LENGTHS.most, ASSUMED).seconds(ASSUMED))
     assert LENGTHS.most * ON_H100.step(1, 100, ASSUMED).seconds(ASSUMED) < among < most * 1.05
+
+
+def test_the_longest_of_many_more_is_longer() -> None:
+    few, many = (Lengths.drawn(500, 100_000, samples=samples) for samples in (2048, 16384))
+    assert few.most < many.most and few.mean == pytest.approx(many.mean, rel=1e-3)
+    assert Lengths.of([5, 5]).spread == 0 and Lengths.of([1, 3]).spread == 0.5
 
 
 @given(rollouts=st.floats(0.5, 4000), stages=st.sampled_from([1, 2, 4, 16]))
@@ -234,6 +300,11 @@ def test_a_step_waits_for_all_groups_that_begin_with_it_or_for_fewer_the_more_ma
     ) == 1000 == heavy.longest_of(16, 1)
     found = [waits(ahead) for ahead in (0, 0.1, 0.5, 0.9, 1, 4)]
     assert found == sorted(found, reverse=True) and found[3] > found[4] == found[5] == 0
+
+
+def test_key_value_heads_that_are_fewer_than_ranks_are_held_several_times() -> None:
+    at = {ranks: replace(ON_H100, tensor_parallel=ranks).cache_bytes for ranks in (1, 8, 16)}
+    assert at[1] == at[8] == at[16] / 2 == 2 * 32 * 2 * 8 * 128
 
 
 def test_a_pipeline_is_idle_as_long_as_it_fills_and_empties() -> None:

@@ -8,7 +8,7 @@ import pytest
 from made_models import LLAMA_8B, made_model, reward, wired
 from made_tables import put, write_flat
 
-from dataflow import Graph, GraphError, LoRA, Model, main, scorer
+from dataflow import Devices, Graph, GraphError, LoRA, Model, main, scorer
 from dataflow.foresight.calibration import read_constants
 from dataflow.foresight.choice.candidates import candidates
 from dataflow.foresight.choice.search import best_ways, choose
@@ -188,6 +188,15 @@ def test_no_way_to_deal_devices_out_is_shorter_than_the_one_that_is_chosen(model
     ) and f"{best[1].foreseen.step_s / min(tried) - 1:+.0%}" in ways(choice)
 
 
+def test_cores_are_foreseen_too_and_two_processes_share_one(model: Model) -> None:
+    short = Workload(prompt_tokens=4, mean_tokens=4)
+    two, one = (
+        foresee(graph(model), Devices(cpus=cpus), workload=short, steps=3) for cpus in (2, 1)
+    )
+    assert two.gpu_hours is None and two.step_s < one.step_s < 2.1 * two.step_s
+    assert [each.devices for each in two.operations] == ["1 x cpu", "1 x cpu"]
+
+
 def test_unlike_devices_each_take_their_own_time_and_the_trainer_has_the_faster_ones(
     model: Model,
 ) -> None:
@@ -231,6 +240,14 @@ def test_a_scorer_takes_what_it_is_said_to_take_and_a_filter_asks_for_more_promp
         GraphError, match="a workload tells of 'rewards', which graph 'foreseen' does not have"
     ):
         foresee(graph(model), room, gpus=EIGHT_AND_EIGHT, workload=Workload(row_s={"rewards": 1.0}))
+
+
+def test_rollouts_that_are_decoded_at_once_are_no_more_than_may_be_on_their_way(
+    model: Model,
+) -> None:
+    found = foresee(graph(model, 1), read_devices("72xH100"), gpus={"generator": 64, "trainer": 8})
+    generator = next(each for each in found.operations if each.node == "generator")
+    assert generator.at_once == pytest.approx(2 * 1024)
 
 
 def test_the_command_prints_what_is_foreseen_and_starts_nothing(
@@ -396,6 +413,15 @@ def test_ways_to_cut_a_model_that_no_run_has_are_foreseen_on_request_and_said_to
             cut(text)
 
 
+def test_lengths_that_are_given_count(model: Model) -> None:
+    room = read_devices("16xH100")
+    short, long = (
+        foresee(graph(model), room, gpus=EIGHT_AND_EIGHT, workload=Workload(mean_tokens=mean))
+        for mean in (256, 1024)
+    )
+    assert 2 < long.step_s / short.step_s < 5 and "1,024 tokens in the mean" in lines(long)
+
+
 @pytest.mark.parametrize(
     ("in_flight", "batch", "ratio", "tail", "measured"),
     [(120, 240, 0.63, 1.42, 1.26), (240, 120, 0.92, 1.43, 3.59), (128, 128, 1.07, 1.44, 3.09)],
@@ -437,6 +463,34 @@ def test_a_generator_is_foreseen_by_measured_kernels_and_the_output_names_them(
         foresee(graph(model), room, gpus=EIGHT_AND_EIGHT, constants=read_constants("kernels:0.9.0"))
     with pytest.raises(GraphError, match="L40S has no measured"):
         best_ways(graph(model), read_devices("64xL40S"), constants=read_constants("kernels"))
+
+
+def test_a_generator_is_foreseen_by_measured_servers_and_other_names_are_refused(
+    model: Model,
+) -> None:
+    room = read_devices("16xH20")
+    sheets, serving = (
+        foresee(
+            graph(model),
+            room,
+            gpus=EIGHT_AND_EIGHT,
+            constants=read_constants(each),
+            simulated=False,
+        )
+        for each in ("data-sheets", "serving")
+    )
+    busy = [{each.node: each.seconds for each in found.operations} for found in (sheets, serving)]
+    assert busy[0]["trainer"] == busy[1]["trainer"] and busy[0]["generator"] != busy[1]["generator"]
+    assert (
+        "seven constants fitted to measured runs of vLLM on H100, H200, B200; extrapolated to H20"
+        in lines(serving)
+    )
+    with pytest.raises(
+        GraphError, match="'guess' has no constants .* or take one of data-sheets, serving"
+    ):
+        read_constants("guess")
+    with pytest.raises(GraphError, match="constants to foresee with are 'serving:1'; take one of"):
+        best_ways(graph(model), room, constants=read_constants("serving:1"))
 
 
 @episode

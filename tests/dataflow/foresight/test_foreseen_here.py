@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from dataflow import Devices, Graph, GraphError, Model, plan
+from dataflow.foresight.catalogue import CATALOGUE, kind_named
 from dataflow.foresight.command import foreseen_of_run, read_devices
 from dataflow.foresight.foresee import foresee
 from dataflow.foresight.workload import read_workload
@@ -26,8 +27,14 @@ TINY = {
     "vocab_size": 32000,
     "max_position_embeddings": 4096,
 }
+
+
 TEXTS, H100 = "mean=40,prompt=20", "NVIDIA H100 80GB HBM3"
+
+
 MACHINE = Devices(cpus=96, gpus=8, memory_bytes=1 << 40, gpu_memory_bytes=80 * 10**9)
+
+
 FOUR_EACH = {"generator": 4, "trainer": 4}
 
 
@@ -64,6 +71,21 @@ def test_a_run_on_accelerators_is_foreseen_on_the_kind_that_they_are_called(
     assert slow["step_s"] > 1.5 * told["step_s"]
 
 
+def test_a_run_whose_operators_take_turns_is_foreseen_so(graph: Graph) -> None:
+    told = found(graph, 8 * [H100], gpus={"generator": 8, "trainer": "generator"})
+    by_node = {each["node"]: each for each in told["operators"]}
+    assert by_node["generator"]["devices"] == by_node["trainer"]["devices"] == "8 x H100"
+    assert told["step_s"] >= by_node["generator"]["busy_s"] + by_node["trainer"]["busy_s"]
+
+
+def test_a_run_on_cores_is_foreseen_on_them_whatever_accelerators_there_are(graph: Graph) -> None:
+    told = found(graph, [], replicas={"generator": 2})
+    assert (
+        told["operators"][0]["devices"] == "2 x cpu"
+        and told["operators"][0]["replicas_x_ranks"] == "2 x 1 rank"
+    )
+
+
 @pytest.mark.parametrize(
     ("names", "wishes", "why"),
     [
@@ -84,3 +106,25 @@ def test_accelerators_of_no_known_kind_are_refused(
 ) -> None:
     with pytest.raises(GraphError, match=why):
         found(graph, names, gpus=wishes)
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        (H100, "H100"),
+        ("NVIDIA A100-SXM4-80GB", "A100"),
+        ("NVIDIA A100-SXM4-40GB", "A100-40"),
+        ("NVIDIA GeForce RTX 4090", "RTX4090"),
+        ("NVIDIA A10G", "A10G"),
+        ("NVIDIA L4", "L4"),
+        ("NVIDIA H200", "H200"),
+        ("NVIDIA B200", "B200"),
+        ("NVIDIA L40S", "L40S"),
+        ("NVIDIA H20", "H20"),
+        ("AMD Instinct MI300X", "MI300X"),
+    ],
+)
+def test_names_are_those_that_drivers_give(name: str, kind: str) -> None:
+    assert kind_named(name) is CATALOGUE[kind]
+    with pytest.raises(GraphError):
+        kind_named(f"{name} NVL")

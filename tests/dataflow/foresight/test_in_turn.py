@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from made_models import made_model, wired
 
-from dataflow import Devices, Graph, GraphError, Model, main
+from dataflow import Devices, Graph, GraphError, LoRA, Model, main
 from dataflow.foresight.choice.search import choose
 from dataflow.foresight.choice.ways_out import FLAGS, plan_or_advise, ways_out
 from dataflow.foresight.command import read_devices, told
@@ -31,7 +31,11 @@ QWEN = {
     "tie_word_embeddings": True,
     "max_position_embeddings": 32768,
 }
+
+
 EVEN = Workload(prompt_tokens=100, mean_tokens=256, sigma=0.0)
+
+
 SHARED: dict[str, int | str] = {"generator": 1, "trainer": "generator"}
 
 
@@ -77,6 +81,22 @@ def test_of_those_who_take_turns_never_two_are_at_work(model: Model) -> None:
     assert all(first[1] <= second[0] + 1e-9 for first, second in pairwise(spans))
 
 
+def test_a_slower_way_to_main_memory_makes_turns_longer_and_adapters_make_them_shorter(
+    model: Model,
+) -> None:
+    moved = {
+        name: foresee(
+            graph(each), read_devices(f"1x{name}"), gpus=SHARED, workload=EVEN, simulated=False
+        ).moved_s
+        for name, each in (
+            ("H100", model),
+            ("A100", model),
+            ("H200", replace(model, lora=LoRA(16))),
+        )
+    }
+    assert moved["A100"] == pytest.approx(2 * moved["H100"]) and moved["H200"] < moved["H100"] / 2
+
+
 def test_on_one_device_turns_are_found_and_on_several_they_are_one_way_of_many(
     model: Model,
 ) -> None:
@@ -87,6 +107,20 @@ def test_on_one_device_turns_are_found_and_on_several_they_are_one_way_of_many(
         "{'generator': 1, 'trainer': 1}",
         "{'generator': 2, 'trainer': 'generator'}",
     }
+
+
+def test_what_is_told_of_one_device_says_whence_it_is_and_where_memory_goes(model: Model) -> None:
+    said = told(graph(model), "1xrtx_4090", gpus=None, workload="mean=100,prompt=50", steps=4)
+    for words in (
+        "1 x RTX4090",
+        "each rank of 'trainer' needs at least",
+        "gradients 1.8 GiB",
+        "take turns on the same devices",
+        "in turns of 2 steps",
+        "foreseen, not measured; assumed:\n- ",
+        "step: --gpus generator=1,trainer=generator",
+    ):
+        assert words in said, words
 
 
 @pytest.mark.parametrize(
@@ -185,3 +219,12 @@ def test_an_id_is_foreseen_by_the_hubs_cache_and_refused_in_a_sentence_where_not
         match="no folder qwen/other here, and the hub gives .*no network.*put its config",
     ):
         told(other, "1xH100", gpus=None, workload="", steps=4)
+
+
+def test_devices_are_no_wish_of_a_run(model: Model, capsys: pytest.CaptureFixture[str]) -> None:
+    def build() -> Graph:
+        return graph(model)
+
+    with pytest.raises(SystemExit):
+        main(build, args=["--gpus", "8xH100"])
+    assert "--foresee 8xH100" in capsys.readouterr().err.replace("\n", " ")

@@ -25,12 +25,21 @@ from dataflow.foresight.steps import SMALL_KERNEL_S, SMALL_KERNELS, Kernels
 from transport.weights.costs.decoder import Decoder, Experts, Latent
 
 H100 = device_kind("H100")
+
+
 DENSE = Decoder(
     layers=3, width=1024, inner=4096, heads=16, kv_heads=4, vocabulary=5000, head_width=128
 )
+
+
 MIXED = replace(
     DENSE, width=2048, experts=Experts(number=128, per_token=8, inner=768, shared=1, dense_layers=1)
 )
+
+
+WHOLE = [(n, k, m) for n in (1, 10**6) for k in (1, 10**6) for m in (1, 10**6)]
+
+
 SMALL_S = SMALL_KERNELS * SMALL_KERNEL_S
 
 
@@ -85,6 +94,32 @@ def test_beyond_what_was_measured_seconds_grow_with_the_shape_and_it_is_said_to_
     assert set(tables.beyond) == {("gemm", "n"), ("gemm", "m"), ("gemm", "k")}
 
 
+def test_where_a_corner_was_not_measured_it_is_extrapolated_from_what_both_sides_have(
+    package: Path,
+) -> None:
+    products(package)
+    tables = gemm()
+    found = (
+        tables.table("gemm_perf", ("n", "k", "m"), gemm_dtype="bfloat16")
+        .cut(n=700, k=300)
+        .seconds(200)
+    )
+    assert found == pytest.approx(1e-9 * 700 * 300 * 200)
+    assert tables.beyond == {("gemm", "m"): "gemm at m 200, measured to 16"}
+
+
+def test_the_newest_version_is_read_unless_another_is_named(package: Path) -> None:
+    products(package, "0.24.0", times=2.0)
+    products(package, "0.9.1")
+    found = [
+        tables.table("gemm_perf", ("n", "k", "m"), gemm_dtype="bfloat16").cut(n=64, k=64).seconds(1)
+        for tables in (gemm(), gemm(server="0.9.1"))
+    ]
+    assert found[0] == pytest.approx(2 * found[1])
+    with pytest.raises(GraphError, match="of vLLM 0.10.0; found 0.9.1, 0.24.0; foresee with one"):
+        gemm(server="0.10.0").table("gemm_perf", ("n", "k", "m"))
+
+
 def test_a_step_is_its_kernels_one_after_the_other(package: Path) -> None:
     write_flat(package)
     alone, shared = Kernels(decoder=DENSE, kind=H100), Kernels(decoder=DENSE, kind=H100, ranks=2)
@@ -108,6 +143,45 @@ def test_layers_with_experts_have_a_router_their_experts_and_shared_ones(package
     every = ATTENTION_S + 2 * GEMM_S + SMALL_S
     expected = 3 * every + 1 * 2 * GEMM_S + 2 * (GEMM_S + EXPERTS_S + 2 * GEMM_S) + GEMM_S
     assert Kernels(decoder=MIXED, kind=H100).decode(7, 300) == pytest.approx(expected)
+
+
+def test_latent_attention_is_measured_with_its_projections(package: Path) -> None:
+    write_flat(package)
+    latent = Latent(queries=1536, keys=512, plain=128, rotated=64, values=128)
+    model = Kernels(
+        decoder=replace(DENSE, width=7168, heads=128, latent=latent),
+        kind=H100,
+        products="fp8",
+        ranks=2,
+    )
+    write(
+        package,
+        "gemm_perf",
+        [product(n, k, m, GEMM_S, d) for n, k, m in WHOLE for d in ("fp8", "bfloat16")],
+    )
+    for name, length in (
+        ("mla_generation_module_perf", "step"),
+        ("mla_context_module_perf", "isl"),
+    ):
+        write(
+            package,
+            name,
+            [
+                {
+                    "gemm_type": "fp8_block",
+                    "kv_cache_dtype": "bfloat16",
+                    "num_heads": heads,
+                    "batch_size": batch,
+                    length: tokens,
+                    "latency": 0.1 * heads,
+                }
+                for heads in (8, 128)
+                for batch in (1, 100)
+                for tokens in (1, 10000)
+            ],
+        )
+    layer = 64 * 1e-4 + 2 * GEMM_S + SMALL_S + 2 * EXCHANGE_S
+    assert model.decode(7, 300) == pytest.approx(3 * layer + GEMM_S)
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,6 @@
 """A server's step by data sheets and seven constants."""
 
-from dataclasses import replace
+from dataclasses import astuple, replace
 from itertools import pairwise
 
 import pytest
@@ -8,11 +8,15 @@ import pytest
 from dataflow.errors import GraphError
 from dataflow.foresight.catalogue import CATALOGUE, device_kind
 from dataflow.foresight.counts import counts
-from dataflow.foresight.steps import ServerConstants, Serving, WeightFormat, step
+from dataflow.foresight.steps import MEASURED, ServerConstants, Serving, WeightFormat, step
 from transport.weights.costs.decoder import NAMED, Decoder, Experts
 
 H100, B200 = device_kind("H100"), device_kind("B200")
+
+
 LLAMA = counts(NAMED["llama-8b"])
+
+
 MIXED = counts(
     Decoder(
         layers=48,
@@ -25,6 +29,8 @@ MIXED = counts(
         experts=Experts(number=128, per_token=8, inner=768),
     )
 )
+
+
 ONLY_MEMORY = ServerConstants(
     memory=1, products=0, tiles=0, links=0, hop_s=0, layer_s=0, mixture_s=0
 )
@@ -68,6 +74,23 @@ def test_experts_are_read_where_tokens_go_to_them_and_multiplied_in_whole_tiles(
     assert many.tiles == pytest.approx(4096 * 2 * MIXED.experts_per_token / 989e12)
     narrow = step(MIXED, WeightFormat(experts="fp4"), B200, ranks=1, batch=1, seen=0)
     assert narrow.tiles == pytest.approx(8 * 2 * MIXED.experts_per_token / 9000e12)
+
+
+def test_four_bits_are_multiplied_as_the_device_can() -> None:
+    def products(form: str, kind: str) -> float:
+        return (
+            step(
+                MIXED, WeightFormat(experts=form), device_kind(kind), ranks=1, batch=64, seen=0
+            ).tiles
+            * 1e12
+        )
+
+    assert products("mxfp4", "H100") == products("bfloat16", "H100")
+    # A100's instructions
+    assert products("int4", "H100") == pytest.approx(2 * products("bfloat16", "H100"))
+    assert products("int4", "B200") == pytest.approx(4 * products("bfloat16", "B200"))
+    with pytest.raises(GraphError, match="A100 has no matrix products in fp8"):
+        step(LLAMA, WeightFormat(dense="fp8"), device_kind("A100"), ranks=1, batch=1, seen=0)
 
 
 @pytest.mark.parametrize("kind", CATALOGUE)
@@ -120,3 +143,9 @@ def test_what_no_server_was_measured_at_is_extrapolated_and_ranks_over_nodes_are
         GraphError, match="16 ranks of tensor parallelism span nodes of 8 H100, but no measured"
     ):
         Serving(model=LLAMA, form=WeightFormat(), kind=H100, ranks=16)
+
+
+def test_the_constants_that_were_measured_make_a_step_slower_than_data_sheets_do() -> None:
+    found = step(LLAMA, WeightFormat(), H100, ranks=2, batch=16, seen=1000)
+    assert all(each > 0 for each in astuple(MEASURED))
+    assert found.busy < MEASURED.seconds(found) < 4 * found.busy

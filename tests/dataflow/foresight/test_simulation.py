@@ -1,5 +1,6 @@
 """Runs by the clock: laws that hold for any scenario, and scenarios whose seconds are known."""
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -17,6 +18,7 @@ from dataflow.foresight.simulation.scenario import (
     Scenario,
     ScorerCosts,
     TrainerCosts,
+    coarse,
 )
 from dataflow.foresight.simulation.simulate import Simulated, counted_from, simulate
 
@@ -213,6 +215,37 @@ def test_one_event_for_all_that_end_until_somebody_notices_is_as_one_for_each(
     )
 
 
+def test_what_a_decode_step_waits_for_is_not_lost_where_it_is_stopped() -> None:
+    """Eight prompts of 10 ms before 100 steps of 1 ms: the trainer's version comes in the middle of
+    them.
+    """
+    costs = GeneratorCosts(step_s=np.full(65, 1e-3), prompt_s=0.01)
+    assert simulate(scenario(generator=costs)).step_s == pytest.approx(0.18, rel=0.01)
+
+
+def test_whoever_is_given_up_at_once_makes_no_replica_work_twice() -> None:
+    """Without seconds on the way, a group that is dropped lets the next one in while the replica
+    hands groups out.
+    """
+    drops = {
+        "scorers": {"filter": ScorerCosts(row_s=0.0, drops=0.3)},
+        "lengths": Lengths.drawn(60, 300),
+    }
+    at_once, soon = (
+        simulate(scenario(slots=24, steps=60, hop_s=hop_s, **drops)).step_s for hop_s in (0.0, 1e-9)
+    )
+    assert at_once == pytest.approx(soon, rel=0.02)
+
+
+@pytest.mark.parametrize("stride", [2, 3, 4, 9])
+def test_strides_of_many_decode_steps_change_little(stride: int) -> None:
+    fine = scenario(lengths=Lengths.drawn(320, 2000), steps=40, replicas=2, max_staleness=3)
+    assert coarse(fine).stride == 1 and coarse(fine, most=200).stride == 9
+    assert simulate(replace(fine, stride=stride)).step_s == pytest.approx(
+        simulate(fine).step_s, rel=0.03
+    )
+
+
 @given(steps=st.integers(2, 300), staleness=st.integers(0, 9))
 def test_steps_are_counted_in_whole_rounds_of_the_bound(steps: int, staleness: int) -> None:
     first = counted_from(steps, staleness)
@@ -232,6 +265,12 @@ def test_a_brief_run_tells_of_steps_that_are_unlike_in_rounds_as_a_long_one_does
 def test_a_bound_below_a_step_stands_still_and_is_told() -> None:
     with pytest.raises(GraphError, match=r"stands still after 0 of 20 steps.*in_flight \(4\)"):
         simulate(scenario(in_flight=4))
+
+
+@pytest.mark.parametrize(("busy", "speed"), [(1, 1.5), (2, 1.25), (3, 1.0), (6, 0.5)])
+def test_fewer_at_work_than_cores_are_faster_each(busy: int, speed: float) -> None:
+    assert Processors(cores=3, alone=1.5).speed(busy) == pytest.approx(speed)
+    assert Processors(cores=3).speed(busy) == min(1.0, speed)
 
 
 def test_a_clock_gives_each_of_three_on_two_cores_two_thirds() -> None:

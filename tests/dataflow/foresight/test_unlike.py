@@ -38,7 +38,11 @@ LLAMA_405B = LLAMA_8B | {
     "intermediate_size": 53248,
     "num_attention_heads": 128,
 }
+
+
 EVEN = Workload(mean_tokens=640, prompt_tokens=100, sigma=0.3)
+
+
 FAST, SLOW = (tuple(f"{kind}-{number}" for number in range(8)) for kind in ("H100", "L40S"))
 
 
@@ -131,6 +135,36 @@ def test_what_is_offered_is_asked_for_by_flags_that_are_taken(
     assert "one more replica of the generator (1 more)" in texts
 
 
+def test_by_closed_forms_generators_on_both_kinds_beat_each_kind_alone_and_ways_by_hand(
+    model: Model,
+) -> None:
+    made, how = graph(model), {"workload": EVEN, "simulated": False}
+    room = read_devices("64xH100+64xL40S")
+    mixed = foresee(made, room, gpus={"generator": 72, "trainer": 56}, **how)
+    assert [each.devices for each in mixed.operations] == ["8 x H100 + 64 x L40S", "56 x H100"]
+    halves = [
+        min(
+            foresee(
+                made, read_devices(f"64x{kind}"), gpus={"generator": 64 - n, "trainer": n}, **how
+            ).step_s
+            for n in (16, 24, 32, 40, 42, 48, 49, 56)
+        )
+        for kind in ("H100", "L40S")
+    ]
+    naive = [
+        foresee(made, room, gpus={"generator": 64, "trainer": 64}, place=each, **how)
+        for each in by_hand()
+    ]
+    assert [each.operations[1].devices for each in naive] == [
+        "64 x H100",
+        "64 x L40S",
+        "32 x H100 + 32 x L40S",
+    ]
+    assert mixed.step_s < 0.8 * min(halves) and mixed.step_s < 0.92 * min(
+        each.step_s for each in naive
+    )
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_auto_finds_a_plan_for_both_kinds_that_beats_each_alone_and_ways_by_hand(
@@ -163,6 +197,23 @@ def least(made: Graph, text: str, **how: Any) -> float:
     return min(
         foreseen_of(placed, each, room, **how).step_s for _, _, placed, each in sorted(found)[:4]
     )
+
+
+def test_siblings_prompt_is_taken_in_once_by_closed_forms_and_by_the_clock(model: Model) -> None:
+    long = Workload(mean_tokens=128, prompt_tokens=800, sigma=0.0)
+    closed, found = (
+        foresee(
+            graph(model, prompts=64),
+            read_devices("20xH100"),
+            gpus={"generator": 4, "trainer": 16},
+            steps=30,
+            workload=long,
+            simulated=each,
+        )
+        for each in (False, True)
+    )
+    assert found.bottleneck.node == closed.bottleneck.node == "generator"
+    assert closed.step_s == pytest.approx(found.step_s, rel=0.15)
 
 
 def test_ranks_wait_for_shards_where_products_do_not_hide_the_exchange(model: Model) -> None:

@@ -66,6 +66,13 @@ class Terminal:
         pass
 
 
+def test_ones_own_folder_is_gone_on_with_without_a_question(
+    folder: RunFolder, ran: list[Any]
+) -> None:
+    start_again(folder, "--resume", "x")
+    assert ran[0][2:] == ["--lr", "1", "--resume", "x"]
+
+
 @pytest.mark.parametrize(
     "begin", [lambda f: start_again(f), lambda f: cli("resume", f), lambda f: cli("replay", f)]
 )
@@ -168,6 +175,19 @@ def test_of_all_that_a_program_is_taken_from_the_owner_counts_and_who_may_write_
         start_again(folder, trust=True)
         assert len(ran) == 1 and trusted(folder) is folder
         os.chown(path, 0, -1)
+
+
+def test_a_folder_without_its_copies_for_people_is_gone_on_with(
+    folder: RunFolder, ran: list[Any]
+) -> None:
+    with Ledger.create(folder.ledger) as ledger:
+        ledger.set_facts(
+            {"config": folder.read_json("config.json"), "graph": folder.read_json("graph.json")}
+        )
+    folder.config.unlink()
+    folder.graph_json.unlink()
+    start_again(folder)
+    assert len(ran) == 1
 
 
 @pytest.mark.parametrize("place", ["argument", "folder", "runs", "graph"])

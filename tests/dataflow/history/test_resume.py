@@ -15,12 +15,12 @@ import pytest
 from rigs.graphs import fake_graph
 from rigs.machine import wait_until
 
-from dataflow import Graph, GraphError, Model, Result, RunError, inline, run, verify
+from dataflow import Devices, Graph, GraphError, Model, Result, RunError, inline, plan, run, verify
 from dataflow.folder.ledger import Ledger, LedgerError
-from dataflow.folder.run_folder import RunFolder
+from dataflow.folder.run_folder import RunFolder, surviving
 from dataflow.folder.run_lock import FILE, UnderWay, held
 from dataflow.history.describe import graph_facts
-from dataflow.history.launch import Launch, plain_flag, recorded_launch, this_launch
+from dataflow.history.launch import Launch, check_flags, plain_flag, recorded_launch, this_launch
 from dataflow.history.resume import (
     CUT_OFF,
     RecordedRun,
@@ -29,11 +29,13 @@ from dataflow.history.resume import (
     go_on_with,
     take_up,
 )
+from dataflow.scheduler.state_machine import RunStateMachine
 from dataflow.system.files import RunFolderError
 from dataflow.testing import FakeEvaluate, FakeGenerator, FakePrompts, FakeTrainer
 from dataflow.worker.messages import NodeCommand
 
 pytestmark = pytest.mark.usefixtures("one_core")
+
 
 MODEL = Model("fake-policy")
 
@@ -107,6 +109,13 @@ def test_a_run_that_ended_before_it_did_anything_starts_from_the_beginning(tmp_p
     result = run(graph, on=inline(), resume=folder.path, quiet=True)
     assert (result.steps, result.verdict.clean) == (3, True)
     assert folder.read_json("config.json")["seed"] == 5
+
+
+def test_a_run_that_was_cut_off_after_its_last_step_makes_no_more_and_ends(tmp_path: Path) -> None:
+    result = finished(tmp_path)
+    RunFolder.open(result.folder).write_json("times.json", {"outcome": "died"})
+    again = resumed(result)
+    assert (again.steps, again.verdict.clean) == (3, True)
 
 
 def test_a_folder_that_is_no_run_is_refused(tmp_path: Path) -> None:
@@ -192,6 +201,25 @@ def named(name: str = "g", **knobs: Any) -> dict[str, Any]:
     return dict(json.loads(json.dumps(graph_facts(graph))))
 
 
+def test_the_same_graph_made_twice_does_not_differ() -> None:
+    def made() -> Graph:
+        def local(completion: str) -> float:
+            return 0.0
+
+        from dataflow import scorer
+
+        return fake_graph(scorers=(scorer(isolate=False)(local),))
+
+    assert differences(graph_facts(made()), graph_facts(made())) == []
+
+
+def test_a_folder_that_calls_a_source_a_lane_is_of_the_same_graph() -> None:
+    older = named()
+    for edge in older["edges"]:
+        edge["lane"] = edge.pop("source")
+    assert differences(older, named()) == differences(named(), older) == []
+
+
 def test_what_differs_is_told_knob_by_knob_and_edge_by_edge() -> None:
     assert differences(named(), named("h")) == ["the graph was called 'g' and is called 'h'"]
     assert differences(named(prompts_per_step=8), named(prompts_per_step=16)) == [
@@ -252,6 +280,18 @@ def test_what_later_processes_would_overwrite_gets_another_name(tmp_path: Path) 
     ]
 
 
+def test_the_last_line_of_a_step_counts() -> None:
+    lines = [
+        {"step": 1, "node": "a", "loss": 1.0},
+        {"step": 2, "node": "a", "loss": 2.0},
+        {"step": 2, "node": "b"},
+        {"step": 2, "node": "eval", "eval_accuracy": 0.5},
+        {"step": 2, "node": "a", "loss": 3.0},
+        {"step": 2},
+    ]
+    assert [line.get("loss") for line in surviving(lines)] == [1.0, 3.0, None, None, None]
+
+
 # How it is started again
 
 
@@ -269,6 +309,32 @@ def test_a_program_is_started_again_as_it_was_with_this_interpreter(tmp_path: Pa
     script = tmp_path / "train.py"
     script.touch()
     assert Launch(file=str(script), folder=str(tmp_path)).command() == [sys.executable, str(script)]
+
+
+def test_a_program_that_was_moved_is_named(tmp_path: Path) -> None:
+    for launch, what in (
+        (
+            Launch(file=str(tmp_path / "gone.py"), folder=str(tmp_path)),
+            r"gone\.py', which is not there any more",
+        ),
+        (
+            Launch(module="no_such_module.train", folder=str(tmp_path)),
+            "module 'no_such_module.train', which is not",
+        ),
+        (
+            Launch(module="graphs.aipo", folder=str(tmp_path / "gone")),
+            r"gone', which is not there any more",
+        ),
+    ):
+        with pytest.raises(RunError, match=what):
+            launch.command()
+
+
+def test_other_flags_are_refused_by_name() -> None:
+    launch = Launch(flags={"policy": "p", "max_staleness": 0, "path": "a"})
+    check_flags(launch, {"policy": "p", "max_staleness": 0, "path": Path("a"), "new": 1})
+    with pytest.raises(GraphError, match="--max-staleness was 0 and is 3; leave them as they were"):
+        check_flags(launch, {"policy": "p", "max_staleness": 3})
 
 
 def test_a_run_knows_how_it_was_started_and_says_how_to_go_on(
@@ -295,11 +361,55 @@ def test_a_run_knows_how_it_was_started_and_says_how_to_go_on(
     assert go_on_with(folder, None) == f"go on with: run(graph, resume='{folder.path}')"
 
 
+def test_a_failed_run_says_how_to_go_on(tmp_path: Path) -> None:
+    from rigs.operators import struck
+
+    def boom() -> None:
+        raise ValueError("boom")
+
+    graph = fake_graph(generator=struck(FakeGenerator(model=MODEL), boom))
+    with pytest.raises(RunError, match="boom") as caught:
+        run(graph, on=inline(), runs=tmp_path, quiet=True)
+    assert caught.value.__notes__ == [
+        f"go on with: run(graph, resume='{(tmp_path / 'latest').resolve()}')"
+    ]
+
+
+# What the scheduler makes of it
+
+
+def conducted(steps: int, rounds: dict[str, int]) -> RunStateMachine:
+    graph = Graph("evaluating")
+    generator, trainer = FakeGenerator(model=MODEL), FakeTrainer(model=MODEL)
+    trainer(generator(graph.source(FakePrompts())))
+    FakeEvaluate(every_steps=10)(generator(graph.source(FakePrompts(name="held_out"))))
+    graph.feedback(trainer.weights, generator, max_staleness=9)
+    state = RunStateMachine(graph, plan(graph, Devices(cpus=1)))
+    state.go_on({"trainer": steps}, rounds)
+    return state
+
+
 # What the scheduler makes of it
 
 
 def asked(commands: list[NodeCommand]) -> list[int]:
     return [command.message["evaluate"] for command in commands if "evaluate" in command.message]
+
+
+def test_a_run_that_goes_on_does_not_repeat_its_first_evaluation() -> None:
+    state = conducted(12, {"eval": 10})
+    assert asked(state.start()) == [] and (state.phase, state.step) == ("training", 12)
+    assert asked(state.hear("trainer", {"step": 19})) == []
+    assert asked(state.hear("trainer", {"step": 20})) == [20]
+
+
+def test_a_round_that_came_due_and_was_cut_off_is_asked_for_again() -> None:
+    assert asked(conducted(12, {"eval": 0}).start()) == [10]
+
+
+def test_a_run_whose_first_evaluation_was_cut_off_begins_with_it() -> None:
+    state = conducted(0, {})
+    assert asked(state.start()) == [0] and state.phase == "first_evaluation"
 
 
 def test_a_ledger_that_lost_what_it_committed_is_refused_and_told_of(tmp_path: Path) -> None:

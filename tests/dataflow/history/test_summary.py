@@ -1,11 +1,13 @@
 """What the summary of a run says, from its folder alone."""
 
+import shlex
 from pathlib import Path
 
 from dataflow.display.formatting import ASCII
 from dataflow.display.screen import text_of
 from dataflow.display.views import summary_lines
 from dataflow.folder.run_folder import RunFolder
+from dataflow.history.resume import go_on_with
 from dataflow.history.summary import summarize
 
 
@@ -23,6 +25,18 @@ def test_it_names_the_newest_model_of_each_trainer_and_the_page(tmp_path: Path) 
     places = [folder.checkpoints_of(node).folder(10) for node in ("actor", "critic")]
     assert said.models == tuple(map(str, places)) and all(place.is_dir() for place in places)
     assert any(command.endswith(f"live {folder.path}") for command, _ in said.commands)
+
+
+def test_commands_to_copy_name_the_folder_whatever_its_name(tmp_path: Path) -> None:
+    folder = RunFolder.create(tmp_path / "it's a folder", "test")
+    commands = [command for command, _ in summarize(folder, "", True).commands]
+    for verb in ("resume", "live", "verify", "show"):
+        assert any(
+            shlex.split(command)[-2:] == [verb, str(folder.path)]
+            for command in commands
+            if verb in command
+        )
+    assert shlex.split(go_on_with(folder, object()))[-1] == str(folder.path)
 
 
 def test_a_run_over_hosts_says_who_was_planned_where_and_another_run_says_nothing_of_them(

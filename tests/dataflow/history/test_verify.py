@@ -22,6 +22,8 @@ from dataflow.history.verify import report, verify
 from dataflow.system.files import RunFolderError
 
 STEPS, PROMPTS_PER_STEP, GROUP_SIZE, BOUND = 5, 4, 3, 2
+
+
 DROPPED = {5: "stale", 6: "stale", 12: "failed"}  # in steps 2, 2 and 3
 
 
@@ -139,6 +141,11 @@ def test_a_good_folder_is_clean_and_its_figures_stand_in_one_line(
     )
 
 
+def test_groups_are_numbered_without_gaps(run: RunFolder) -> None:
+    sql(run, "DELETE FROM groups WHERE source = 'prompts' AND group_id = 24")
+    broken(run, "groups [24] of source 'prompts' were never issued")
+
+
 def test_an_outcome_needs_an_issued_group(run: RunFolder) -> None:
     sql(run, "INSERT INTO outcomes VALUES ('prompts', 70, 'trainer', 'dropped', NULL, 'stale')")
     broken(run, "'trainer' has outcomes for groups [70], never issued")
@@ -198,6 +205,25 @@ def test_trained_groups_are_whole(run: RunFolder, kept: slice) -> None:
     broken(run, "in step-000002.arrow are not whole")
 
 
+def test_a_rollout_that_stands_twice_makes_its_group_not_whole(run: RunFolder) -> None:
+    rewrite(run, 2, lambda table: table.take([0, *range(len(table))]))
+    broken(run, "groups [4] in step-000002.arrow are not whole")
+
+
+def test_a_group_size_that_the_rows_name_is_kept(run: RunFolder) -> None:
+    rewrite(
+        run,
+        1,
+        lambda table: put(table, "group_size", [GROUP_SIZE + 1] * 3 + [0] * (len(table) - 3)),
+    )
+    broken(run, "groups [0] in step-000001.arrow are not whole")
+
+
+def test_the_order_of_rows_does_not_matter(run: RunFolder) -> None:
+    rewrite(run, 2, lambda table: table.take(np.random.default_rng(0).permutation(len(table))))
+    assert verify(run.path).clean
+
+
 def test_no_rollout_is_older_than_the_bound(run: RunFolder) -> None:
     rewrite(
         run, 5, lambda table: put(table, "versions", [[4, 1], *table["versions"].to_pylist()[1:]])
@@ -212,6 +238,24 @@ def test_no_rollout_comes_from_a_version_that_did_not_exist(run: RunFolder) -> N
     broken(run, "step 2 of 'trainer' trained rollouts of version 2, which did not exist before it")
 
 
+def test_failed_rollouts_stand_in_the_file_but_are_not_judged_by_age(run: RunFolder) -> None:
+    rewrite(
+        run,
+        5,
+        lambda table: put(
+            table,
+            "versions",
+            [[0] if bad else [4] for bad in table["error"].is_valid().to_pylist()],
+        ),
+    )
+    assert verify(run.path).clean
+
+
+def test_a_lower_bound_in_the_config_is_the_one_that_counts(run: RunFolder) -> None:
+    run.write_json("config.json", {"max_staleness": {"trainer": 1}})
+    broken(run, "the bound is 1")
+
+
 def test_metrics_tell_of_the_same_drops_as_the_ledger(run: RunFolder) -> None:
     metrics(run, lambda line: line | ({"dropped": {"stale": 1}} if line["step"] == 2 else {}))
     broken(
@@ -219,6 +263,13 @@ def test_metrics_tell_of_the_same_drops_as_the_ledger(run: RunFolder) -> None:
         "metrics.jsonl tells of drops {'stale': 1} at step 2 of 'trainer', the ledger of"
         " {'stale': 2}",
     )
+
+
+def test_a_drop_without_a_line_of_metrics_is_seen(run: RunFolder) -> None:
+    metrics(
+        run, lambda line: line | ({"dropped": {}} if line["step"] == 3 and "loss" in line else {})
+    )
+    broken(run, "the ledger of {'failed': 1}")
 
 
 def test_steps_without_a_line_of_metrics_are_told_and_break_no_law(run: RunFolder) -> None:
@@ -323,6 +374,14 @@ def test_a_damaged_page_of_the_ledger_is_broken(run: RunFolder) -> None:
     assert not verify(run.path).clean
 
 
+def test_the_first_facts_are_shown_and_the_rest_counted(run: RunFolder) -> None:
+    for step in range(1, STEPS + 1):
+        run.rollouts_of().step_file(step).unlink()
+    line = verify(run.path).line
+    assert line.count("failed: ") == 3
+    assert line.endswith("; and 2 more")
+
+
 def test_a_crash_between_the_rollouts_and_their_commit_breaks_no_law(run: RunFolder) -> None:
     run.rollouts_of().write(STEPS + 1, rollouts([23, 24], STEPS))
     verdict = verify(run.path)
@@ -383,6 +442,12 @@ def test_a_run_that_stopped_before_its_first_step_is_clean(tmp_path: Path) -> No
 def test_a_path_without_a_run_is_the_users_error(tmp_path: Path) -> None:
     with pytest.raises(RunFolderError, match="no run folder at"):
         verify(tmp_path / "absent")
+
+
+def test_a_run_under_way_may_be_judged(run: RunFolder) -> None:
+    with Ledger.open(run.ledger) as ledger:
+        ledger.issue("prompts", [(26, "t26")])
+        assert verify(run.path).line.startswith("clean: 27 groups issued")
 
 
 # Runs that were taken up again

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from rigs.launchers.joining import JOIN
 
-from dataflow.errors import DeadlineError, GraphError
+from dataflow.errors import DeadlineError, GraphError, RunError
 from dataflow.launchers.torchrun import (
     SECRET,
     SECRET_FILE,
@@ -73,6 +73,13 @@ def test_who_has_another_secret_is_told_nothing(address: str, server: BootstrapS
     assert not server.asked
 
 
+def test_a_port_that_is_taken_is_told(address: str, server: BootstrapServer) -> None:
+    with pytest.raises(
+        RunError, match=f"learn at {address} which run they join, but .*MASTER_PORT"
+    ):
+        BootstrapServer(address, ONE, JOIN)
+
+
 def test_the_same_secret_gives_the_same_keys_from_a_variable_and_from_a_file(
     tmp_path: Path,
 ) -> None:
@@ -91,6 +98,12 @@ def test_a_secret_that_others_may_read_is_refused(tmp_path: Path, mode: int) -> 
     place.chmod(mode)
     with pytest.raises(GraphError, match=f"others may read .*{mode:04o}"):
         secret_keys({SECRET_FILE: str(place)})
+
+
+@pytest.mark.parametrize("environ", [{}, {SECRET: "short"}, {SECRET_FILE: "/nowhere"}])
+def test_without_a_secret_nobody_joins(environ: dict[str, str]) -> None:
+    with pytest.raises(GraphError, match=r"no characters|5 characters|cannot be read"):
+        secret_keys(environ)
 
 
 RANK = {"RANK": "1", "WORLD_SIZE": "4", "MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "29500"}

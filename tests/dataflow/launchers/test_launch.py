@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from dataflow.errors import GraphError, RunError
-from dataflow.launchers.submit import Job, batch_script, launch
+from dataflow.launchers.submit import Job, batch_script, launch, name_of
 
 COMMAND = ("python", "-m", "graphs.aipo", "--steps", "100")
 
@@ -86,6 +86,12 @@ def test_an_option_that_sbatch_would_not_read_as_one_is_refused() -> None:
         batch_script(job(), "/", {"comment": "a\n#SBATCH --uid=0"})
 
 
+def test_a_launch_is_for_one_cluster() -> None:
+    for slurm, kubernetes in ((False, None), (True, "jobset")):
+        with pytest.raises(GraphError, match="for one cluster"):
+            launch(COMMAND, slurm=slurm, kubernetes=kubernetes)  # type: ignore[arg-type]
+
+
 def test_a_machine_without_sbatch_is_told_so(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -120,3 +126,16 @@ def test_a_job_is_handed_to_sbatch_and_its_refusal_told(
     assert "job 7" in capsys.readouterr().out
     launch(COMMAND, slurm=True, runs=tmp_path / "runs", dry_run=True)
     assert (tmp_path / "took").read_text() == capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("command", "name"),
+    [
+        (COMMAND, "aipo"),
+        (["python", "my/first_run.py", "--x", "1"], "first-run"),
+        (["torchrun", "-m", "pkg.Deep_One"], "deep-one"),
+        (["./program"], "dataflow"),
+    ],
+)
+def test_a_job_is_called_after_its_program(command: list[str], name: str) -> None:
+    assert name_of(command) == name

@@ -20,9 +20,13 @@ JOB = Job(
     gpus=8,
     runs="runs",
 )
+
+
 CLUSTER = Cluster(
     image="registry.local/dataflow-rl:1", claim="runs", memory="64Gi", mark="f00d", namespace="rl"
 )
+
+
 SECRET = "0123456789abcdef" * 4
 
 
@@ -37,6 +41,19 @@ def test_the_published_schema_takes_the_manifest(kind: Kind) -> None:
     assert not list(faults(schema, made))
     wrong = {**made, "spec": {**made["spec"], "replicas": 3}}
     assert list(faults(schema, wrong)) == [".spec: replicas is unknown"]
+
+
+@pytest.mark.parametrize("kind", ["jobset", "rayjob"])
+def test_the_yaml_says_what_the_objects_say(kind: Kind) -> None:
+    yaml = pytest.importorskip("yaml")
+    made = manifests(kind, JOB, CLUSTER, SECRET)
+    assert list(yaml.safe_load_all(to_yaml(made))) == [plain(each) for each in made]
+
+
+def plain(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: plain(each) for name, each in value.items()}
+    return [plain(each) for each in value] if isinstance(value, list | tuple) else value
 
 
 def test_each_pod_of_a_jobset_knows_its_rank_the_first_address_and_the_secret_by_reference() -> (

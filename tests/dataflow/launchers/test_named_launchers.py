@@ -9,11 +9,25 @@ from types import SimpleNamespace
 import pytest
 from rigs.launchers.joining import JOIN
 
-from dataflow.errors import GraphError
-from dataflow.launchers.named import Slurm, launcher_named, ray
+from dataflow.errors import GraphError, RunError
+from dataflow.launchers.launcher import Launcher
+from dataflow.launchers.local import local
+from dataflow.launchers.named import LAUNCHERS, OnRay, Slurm, launcher_named, ray
 from dataflow.launchers.torchrun import Torchrun
 
 RANK_0 = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
+
+
+def test_every_name_stands_for_its_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in RANK_0.items():
+        monkeypatch.setenv(name, value)
+    found = {
+        name: type(launcher_named(f"{name}:2" if name == "local" else name)) for name in LAUNCHERS
+    }
+    assert found == {"local": type(local(1)), "ray": OnRay, "slurm": Slurm, "torchrun": Torchrun}
+    ranked = launcher_named("torchrun")
+    assert isinstance(ranked, Launcher) and (ranked.hosts, ranked.listen) == (2, "127.0.0.1")
+    assert launcher_named("ray:4") == ray(hosts=4)
 
 
 def test_the_first_rank_has_what_the_environment_says_of_its_host(
@@ -61,6 +75,12 @@ def test_a_later_rank_of_a_host_has_nothing_to_do(monkeypatch: pytest.MonkeyPatc
     assert ended.value.code == 0
 
 
+def test_slurm_outside_of_a_job_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("SLURM_JOB_NODELIST", raising=False)
+    with pytest.raises(GraphError, match="SLURM_JOB_NODELIST is not set"):
+        _ = Slurm().hosts
+
+
 @pytest.mark.parametrize("address", ["localhost", "127.0.0.1", "nowhere.invalid"])
 def test_the_first_host_of_a_slurm_job_listens_at_an_address_whatever_slurm_calls_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, address: str
@@ -78,6 +98,13 @@ def test_the_first_host_of_a_slurm_job_listens_at_an_address_whatever_slurm_call
             _ = found.listen
     else:
         assert found.listen in ("127.0.0.1", "::1")
+
+
+def test_slurm_that_does_not_answer_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SLURM_JOB_NODELIST", "n[1-2]")
+    monkeypatch.setenv("PATH", "/nowhere")
+    with pytest.raises(RunError, match="does not say which hosts the job has: scontrol"):
+        _ = Slurm().hosts
 
 
 @pytest.mark.parametrize(

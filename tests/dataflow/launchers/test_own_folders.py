@@ -3,9 +3,9 @@
 from pathlib import Path
 
 import pytest
-from rigs.graphs import fake_graph
+from rigs.graphs import fake_graph, reward
 
-from dataflow import Graph, GraphError, RunError
+from dataflow import Graph, GraphError, Model, RunError, join, scorer
 from dataflow.agent import run_disk
 from dataflow.agent.rendezvous import Rendezvous
 from dataflow.folder.copies.store import Copies
@@ -14,13 +14,40 @@ from dataflow.planning.hosts import Devices, Host
 from dataflow.planning.plan import Plan
 from dataflow.runner import make_plan
 from dataflow.system.security import RunKeys
+from dataflow.testing import FakeGenerator, FakePrompts, FakeTrainer
 
 COPIES = Copies(address="s3://b", run="x", part=1, token="t", trainers=("",))
+
+
 A, B, C = (Host(name=name, cpus=2, own_folder=name != "a") for name in "abc")
+
+
+@scorer(isolate=False)
+def length(completion: str) -> int:
+    return len(completion)
 
 
 def planned(graph: Graph, **place: tuple[str, ...] | str) -> Plan:
     return make_plan(graph, devices=Devices.of([A, B, C]), place=place, replicas={"generator": 2})
+
+
+def joined() -> Graph:
+    g, model = Graph("joined"), Model("policy")
+    generator, trainer = FakeGenerator(model=model), FakeTrainer(model=model)
+    stream = generator(g.source(FakePrompts()))
+    trainer(join(reward(stream), length(stream)))
+    g.feedback(trainer.weights, generator, max_staleness=1)
+    return g
+
+
+def test_branches_of_rollouts_that_may_be_drawn_anew_are_not_joined() -> None:
+    graph = joined()
+    check_own_folders(graph, planned(graph, generator="a", trainer="c"), COPIES)
+    with pytest.raises(
+        GraphError,
+        match=r"'join' joins branches of one stream, but host b does not see the scheduler",
+    ):
+        check_own_folders(graph, planned(graph, generator=("a", "b"), trainer="a"), COPIES)
 
 
 def test_hosts_that_see_no_folder_in_common_are_refused_without_an_address_for_copies() -> None:
@@ -50,6 +77,21 @@ def test_the_start_says_what_stays_where_and_what_survives() -> None:
     )
     at_home = planned(graph, generator=("b", "c"), trainer="a")
     assert told_of(graph, at_home, "/runs/x", "s3://b/x") == f"{begin}disk of its own"
+
+
+def test_an_agent_sees_the_schedulers_folder_by_this_runs_keys(tmp_path: Path) -> None:
+    keys = RunKeys.make()
+    assert not run_disk.sees(tmp_path / "none", keys)
+    Rendezvous(address="tcp://a:1", number=0, hosts=()).write(tmp_path, keys)
+    assert run_disk.sees(tmp_path, keys)
+
+
+def test_keys_of_another_run_are_a_leftover(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(run_disk, "_SHOWN_S", 0.0)
+    Rendezvous(address="tcp://a:1", number=0, hosts=()).write(tmp_path, RunKeys.make())
+    assert not run_disk.sees(tmp_path, RunKeys.make())
 
 
 def test_keys_that_are_not_those_of_the_scheduler_it_is_to_join_are_told_as_such(

@@ -25,11 +25,32 @@ HEAD, A, B, DEAD = (
     node("b", CPU=8, GPU=8),
     node("c", CPU=4, alive=False),
 )
+
+
 NODES = [HEAD, A, B, DEAD]
 
 
 def test_all_hosts_with_a_core_are_asked_for_and_each_for_what_the_smallest_has() -> None:
     assert asked(NODES, resources={}) == BundleRequest(hosts=2, bundle={"CPU": 8.0, "GPU": 8.0})
+
+
+def test_the_largest_hosts_are_asked_for_where_not_all_are_wanted() -> None:
+    assert asked(NODES, hosts=1, gpus=0, resources={}) == BundleRequest(
+        hosts=1, bundle={"CPU": 16.0}
+    )
+
+
+def test_hosts_without_what_is_named_do_not_count() -> None:
+    rack = node("d", CPU=2, GPU=1, rack=1)
+    assert asked([*NODES, rack], resources={"rack": 1}) == BundleRequest(
+        hosts=1, bundle={"CPU": 2.0, "GPU": 1.0, "rack": 1.0}
+    )
+
+
+def test_hosts_that_are_yet_to_come_can_be_asked_for_by_number_and_cores() -> None:
+    assert asked([HEAD], hosts=4, cpus=16, gpus=8, resources={}) == BundleRequest(
+        hosts=4, bundle={"CPU": 16.0, "GPU": 8.0}
+    )
 
 
 @pytest.mark.parametrize(

@@ -14,11 +14,17 @@ from dataflow.folder.run_folder import RunFolder
 pytestmark = pytest.mark.skipif(
     program() is None, reason="no Chromium here: apt-get install chromium-headless-shell"
 )
+
+
 ROLLOUT = "#run=0&rollout=step//5/1"
+
+
 FOCUSED = (
     "(e => e.id || e.getAttribute('aria-label') || e.getAttribute('href') ||"
     " e.textContent)(document.activeElement)"
 )
+
+
 CONTRASTS = """(() => {
   const parse = text => {
     const [r, g, b, a = 1] = text.match(/[\\d.]+/g).map(Number);
@@ -72,6 +78,41 @@ def page(folder: RunFolder, serve: Callable[..., Any], window: Browser) -> Brows
     return window
 
 
+def stops(page: Browser, count: int) -> list[str]:
+    """What the tab key leads to, one after the other."""
+    found = []
+    for _ in range(count):
+        page.press("Tab")
+        found.append(str(page.ask(FOCUSED)))
+    return found
+
+
+def test_everything_is_reached_by_the_tab_key_in_the_order_of_the_page(page: Browser) -> None:
+    found = stops(page, 60)
+    wanted = [
+        "#graph",
+        "#graph",
+        "#series",
+        "#rollouts",
+        "#faults",
+        "find-node",
+        "out",
+        "fit",
+        "in",
+        "stage",
+    ]
+    assert found[: len(wanted)] == wanted
+    rest = ["Nodes", "Data edges", "Weight edges", "find", "kind", "search", "upto"]
+    places = [found.index(name) for name in rest]
+    assert places == sorted(places), found
+    nodes = [
+        name for name in found if name.partition(":")[0] in ("prompts", "generator", "trainer")
+    ]
+    assert len(nodes) == 1, "of the nodes one; the others by the arrow keys"
+    page.press("Tab", shift=True)
+    assert page.ask(FOCUSED) == found[-2]
+
+
 def test_a_run_is_read_by_keyboard_alone(page: Browser) -> None:
     while not str(page.ask(FOCUSED)).startswith("prompts"):
         page.press("Tab")
@@ -122,6 +163,41 @@ def test_a_run_is_read_by_keyboard_alone(page: Browser) -> None:
     assert page.ask("document.activeElement.getAttribute('aria-label')").startswith(
         "open rollout"
     ), "back where it was"
+
+
+def test_everything_that_acts_has_a_name(page: Browser) -> None:
+    acting = {
+        "button",
+        "link",
+        "textbox",
+        "searchbox",
+        "combobox",
+        "image",
+        "region",
+        "dialog",
+        "navigation",
+        "alert",
+    }
+    for place in ("", ROLLOUT):
+        page.ask(f"location.hash = '{place}'")
+        if place:
+            page.wait("document.querySelectorAll('.tokens span').length == 4")
+        nodes = page.do("Accessibility.getFullAXTree")["nodes"]
+        roles = [
+            each
+            for each in nodes
+            if not each.get("ignored") and each.get("role", {}).get("value") in acting
+        ]
+        nameless = [
+            each["role"]["value"]
+            for each in roles
+            if not str(each.get("name", {}).get("value", "")).strip()
+        ]
+        assert len(roles) > (5 if place else 30) and not nameless, nameless
+    assert (
+        page.ask("document.documentElement.lang") == "en"
+        and page.ask("document.querySelectorAll('h1').length") == 1
+    )
 
 
 @pytest.mark.parametrize("dark", [False, True])

@@ -5,16 +5,22 @@ from typing import Any
 
 import pytest
 from rigs.browsing.chromium import Browser, browser, program
+from six_steps import rollouts
 from under_way import told
 
 from dataflow.errors import RunError
+from dataflow.folder.ledger import Ledger
 from dataflow.folder.run_folder import RunFolder
 from dataflow.live.steering import Controls
 
 pytestmark = pytest.mark.skipif(
     program() is None, reason="no Chromium here: apt-get install chromium-headless-shell"
 )
+
+
 STEPS = 6
+
+
 TOKEN = "t0ken-of-a-test"
 
 
@@ -131,6 +137,17 @@ def test_an_edge_s_numbers_stand_in_a_panel(
     assert not page.troubles
 
 
+def test_two_runs_lie_over_each_other_and_are_told_apart(page: Browser) -> None:
+    enter(page, "beside", "1")
+    page.wait("document.querySelectorAll('.chart path.b').length > 2")
+    assert "fakes" in text_of(page, "key-b") and "fakes" in text_of(page, "key-a")
+    page.ask("document.querySelector('.chart svg').focus()")
+    page.press("Home")
+    page.wait("document.getElementById('readout').textContent.split('0.1').length == 3")
+    enter(page, "run", "1")
+    page.wait("location.hash == '#run=1'")
+
+
 def test_what_happened_stands_on_one_axis(
     folder: RunFolder, serve: Callable[..., Any], window: Browser
 ) -> None:
@@ -180,6 +197,38 @@ def test_what_happened_stands_on_one_axis(
     assert not page.troubles
 
 
+def test_a_search_and_an_order_change_the_table(page: Browser) -> None:
+    page.ask(
+        "document.getElementById('search').value = 'answer 3';"
+        " document.getElementById('question').requestSubmit()"
+    )
+    page.wait("document.querySelectorAll('#rows tbody tr').length == 6")
+    for column, first in (
+        ("reward", "answer 3 5"),
+        ("length", "answer 3"),
+        ("prompt", "answer 3"),
+        ("error", "tool"),
+    ):
+        click(page, "#rows th button", column)
+        page.wait(
+            f"document.querySelector('#rows th[aria-sort=descending]')?.textContent == '{column} ↓'"
+        )
+        assert first in page.ask("document.querySelectorAll('#rows tbody tr')[0].textContent")
+    click(page, "#rows th button", "staleness")
+    page.wait(
+        "document.querySelector('#rows th[aria-sort=descending]')?.textContent == 'staleness ↓'"
+    )
+    click(page, "#rows th button", "staleness")
+    page.wait(
+        "document.querySelector('#rows th[aria-sort=ascending]')?.textContent == 'staleness ↑'"
+    )
+    enter(page, "kind", "eval")
+    page.wait(
+        "document.getElementById('looked').textContent.includes('No evaluation has written rollouts"
+        " yet')"
+    )
+
+
 def test_a_link_leads_to_one_rollout_with_its_tokens_its_scores_and_its_group(
     folder: RunFolder, serve: Callable[..., Any], window: Browser
 ) -> None:
@@ -212,6 +261,64 @@ def test_a_link_leads_to_one_rollout_with_its_tokens_its_scores_and_its_group(
     page.wait("document.querySelector('#rollout-title').textContent.startsWith('Rollout 27')")
     page.wait(f"location.hash.endsWith('/{STEPS - 1}/3')")
     assert not page.troubles
+
+
+def test_an_episodes_turns_stand_apart(
+    folder: RunFolder, serve: Callable[..., Any], window: Browser
+) -> None:
+    folder.rollouts_of().step_file(2).unlink()
+    folder.rollouts_of().write(2, rollouts(2, mask=(False, True, False, True)))
+    page = filled(window, serve([folder]).port, "#run=0&rollout=step//2/0")
+    page.wait("document.querySelectorAll('.turn').length == 4")
+    assert page.ask("[...document.querySelectorAll('.turn b')].map(e => e.textContent)") == [
+        "prompt",
+        "policy, turn 1",
+        "world",
+        "policy, turn 2",
+    ]
+    assert "turns2 of the policy" in page.ask(
+        "document.querySelector('#rollout-body .card').textContent"
+    )
+
+
+def test_where_several_trainers_keep_their_own_rollouts_those_of_one_are_shown(
+    folder: RunFolder, serve: Callable[..., Any], window: Browser
+) -> None:
+    for node in ("actor", "critic"):
+        (folder.rollouts / node).mkdir()
+        for path in folder.rollouts.glob("*.arrow"):
+            (folder.rollouts / node / path.name).write_bytes(path.read_bytes())
+    for path in folder.rollouts.glob("*.arrow"):
+        path.unlink()
+    with Ledger.open(folder.ledger) as ledger:
+        for step in range(1, STEPS + 1):
+            for node in ("actor", "critic"):
+                ledger.commit_step(node, step, version=step, source="prompts", trained=[])
+    page = filled(window, serve([folder]).port)
+    assert page.ask("[...document.getElementById('owner').options].map(e => e.value)") == [
+        "actor",
+        "critic",
+    ]
+    page.ask("document.querySelector('#rows tbody a').click()")
+    page.wait(
+        "location.hash.includes('rollout=step/actor/') && document.querySelectorAll('.tokens"
+        " span').length"
+    )
+
+
+def test_a_node_is_found_by_a_part_of_its_name(page: Browser) -> None:
+    enter(page, "find-node", "train")
+    page.wait(
+        "document.querySelector('.node.picked')?.getAttribute('aria-label').startsWith('trainer')"
+    )
+    assert "FakeTrainer" in text_of(page, "node")
+    assert page.ask("document.activeElement.getAttribute('aria-label')").startswith("trainer")
+    width = "document.querySelector('#stage svg').getBoundingClientRect().width"
+    before = page.ask(width)
+    page.ask("document.getElementById('in').click()")
+    assert page.ask(width) > before
+    page.ask("document.getElementById('fit').click()")
+    assert page.ask(width) <= page.ask("document.getElementById('stage').clientWidth")
 
 
 @pytest.mark.parametrize(("width", "dark"), [(1280, False), (1280, True), (390, False)])

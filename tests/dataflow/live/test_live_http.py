@@ -2,7 +2,9 @@
 run's folder alone.
 """
 
+import asyncio
 import contextlib
+import gc
 import json
 import socket
 import time
@@ -11,14 +13,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from starlette.responses import Response
 
 from dataflow.folder.ledger import Ledger
 from dataflow.folder.run_folder import RunFolder
 from dataflow.live.rollouts import ROWS
-from dataflow.live.server import ClientLimits
+from dataflow.live.server import ClientLimits, PageServer
 
 Serve = Callable[..., Any]
+
+
 STEPS = 6
+
+
 PAGE = Path(__file__).parents[3] / "dataflow" / "live" / "page"
 
 
@@ -77,6 +84,35 @@ def test_what_the_page_asks_for_is_answered_and_the_folder_stays_as_it_was(
         status, body, headers = page.get(name)
         assert status == 200 and body and "default-src 'none'" in headers["content-security-policy"]
     assert contents(folder) == before
+
+
+def test_texts_that_mean_harm_come_as_json_and_long_ones_in_parts(
+    folder: RunFolder, serve: Serve
+) -> None:
+    page = serve([folder])
+    status, body, headers = page.get("api/rollouts?sort=row&order=up&upto=6")
+    assert (
+        status == 200
+        and headers["content-type"].startswith("application/json")
+        and len(body) < 60_000
+    )
+    assert headers["x-content-type-options"] == "nosniff" and b"\x1b" not in body
+    one = page.json(f"rollout?kind=step&step={STEPS}&row=2")
+    assert (
+        one["texts"]["completion"]["of"] == 1_000_000
+        and len(one["texts"]["completion"]["text"]) == 4000
+    )
+    assert one["group_count"] == 3 and len(one["group"][2]["completion"]) <= 601
+    assert one["columns"]["reward"] == "2" and one["has_ratio"]
+    more = page.json(f"text?kind=step&step={STEPS}&row=2&field=completion&from=999990")
+    assert more == {"text": "x" * 10, "begin": 999_990, "of": 1_000_000}
+    assert page.json(f"text?kind=step&step={STEPS}&row=2&field=error") is None
+    tokens = page.json(f"tokens?kind=step&step={STEPS}&row=0&colour=logprobs")
+    assert tokens["chosen"] == [False, True, True, True] and tokens["least"] == -2.0
+    ratio = page.json(
+        f"tokens?kind=step&step={STEPS}&row=0&colour=importance ratio".replace(" ", "%20")
+    )
+    assert ratio["numbers"] == pytest.approx([1.0, 1.0, 2.718281828, 1.0])
 
 
 @pytest.mark.parametrize(
@@ -164,6 +200,29 @@ def test_slow_and_stuck_clients_hold_up_nobody_and_are_let_go(
         client.close()
 
 
+@pytest.mark.parametrize("turns", range(6))
+def test_a_client_that_was_just_accepted_is_let_go_with_the_server(turns: int) -> None:
+    """Its socket stayed open where it was cancelled before it was served, or the loop ended before
+    it was closed.
+    """
+    loop, server = asyncio.new_event_loop(), PageServer(lambda address: Response(), "token")
+
+    async def visit() -> socket.socket:
+        await server.start()
+        client = socket.create_connection(("127.0.0.1", server.port))
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        await server.close()
+        return client
+
+    with loop.run_until_complete(visit()) as client:
+        loop.close()
+        gc.collect()  # what is open still warns, and a warning is an error
+        client.settimeout(5)
+        with contextlib.suppress(ConnectionResetError):
+            assert client.recv(10) == b""
+
+
 def test_whoever_has_no_token_keeps_nobody_out(folder: RunFolder, serve: Serve) -> None:
     """Any user of this machine may connect, as often as he likes, and say nothing."""
     page = serve([folder], limits=ClientLimits(connections=8))
@@ -177,6 +236,53 @@ def test_whoever_has_no_token_keeps_nobody_out(folder: RunFolder, serve: Serve) 
             assert client.recv(10) == b"", "who came first made room"
     for client in held:
         client.close()
+
+
+def test_of_too_many_clients_with_the_token_the_last_are_turned_away(
+    folder: RunFolder, serve: Serve
+) -> None:
+    folder.trace.write_bytes(b" " * (24 << 20))
+    page = serve([folder], limits=ClientLimits(connections=3))
+    held = []
+    for _ in range(3):
+        client = socket.socket()
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        client.connect(("127.0.0.1", page.port))
+        client.sendall(b"GET /t0ken-of-a-test/trace HTTP/1.1\r\nHost: localhost\r\n\r\n")
+        assert client.recv(4) == b"HTTP"
+        held.append(client)
+    assert page.get("api/runs")[0] == 503
+    for client in held:
+        client.close()
+    deadline = time.monotonic() + 5
+    while (status := page.get("api/runs")[0]) != 200 and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert status == 200
+
+
+def test_a_client_that_takes_nothing_of_a_large_answer_is_let_go(
+    folder: RunFolder, serve: Serve
+) -> None:
+    folder.trace.write_bytes(b" " * (24 << 20))
+    page = serve([folder], limits=ClientLimits(take_s=0.5))
+    with socket.socket() as client:
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        client.connect(("127.0.0.1", page.port))
+        client.sendall(b"GET /t0ken-of-a-test/trace HTTP/1.1\r\nHost: localhost\r\n\r\n")
+        assert page.json("runs"), "others are answered meanwhile"
+        time.sleep(1.0)
+        client.settimeout(5)
+        taken = 0
+        try:
+            while part := client.recv(1 << 20):
+                taken += len(part)
+        except ConnectionResetError:
+            pass
+        assert taken < 24 << 20
+    status, body, headers = page.get("trace")
+    assert (
+        status == 200 and len(body) == 24 << 20 and "attachment" in headers["content-disposition"]
+    )
 
 
 def test_a_damaged_file_of_rollouts_is_told_and_the_others_are_shown(
@@ -216,6 +322,17 @@ def test_a_page_of_rows_is_bounded_however_many_steps_there_are(
         and found["older"] == 35
         and found["newest"] == 59
     )
+
+
+def test_a_step_that_was_taken_back_is_not_shown(folder: RunFolder, serve: Serve) -> None:
+    with Ledger.open(folder.ledger) as ledger:
+        ledger.roll_back_to(4, "trainer")
+    page = serve([folder])
+    found = page.json("rollouts")
+    assert found["newest"] == 4 and found["steps"] == [1, 4] and found["count"] == 24
+    status, body, _ = page.get("api/rollout?kind=step&step=5&row=0")
+    assert status == 404 and b"not yet" in body
+    assert page.get("api/rollout?kind=step&step=4&row=0")[0] == 200
 
 
 def test_the_page_makes_no_markup_of_what_it_is_told_and_asks_nobody_else() -> None:

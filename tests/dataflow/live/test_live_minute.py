@@ -5,10 +5,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from rigs.graphs import fake_graph
+
+from dataflow import inline, run
 from dataflow.folder.faults import FILE
 from dataflow.folder.ledger import Ledger
 from dataflow.folder.run_folder import RunFolder
-from dataflow.folder.trace import BESIDE_WORK, WORK, RecentSpans
+from dataflow.folder.trace import BESIDE_WORK, MINUTE, WORK, RecentSpans
 from dataflow.live.command import last_minute
 
 WALL = 1.7e9
@@ -61,6 +64,20 @@ def test_work_details_and_rests_of_each_node_stand_in_rows_of_their_own(tmp_path
     assert len({pid for pid, _ in rows}) == 2
 
 
+def test_a_rest_that_was_told_in_pieces_is_one_and_what_is_older_than_a_minute_is_not_there(
+    tmp_path: Path,
+) -> None:
+    folder = RunFolder.create(tmp_path, "test")
+    recent = RecentSpans("a-0", lambda: 0.0, lambda: WALL)
+    for piece in range(50):
+        recent.add("a", "starved", 2.0 * piece, 2.0 * piece + 2.0)
+        recent.write(folder)
+    recent.add("a", "starved", 101.0, 102.0)
+    recent.write(folder)
+    found = [(each["ts"], each["dur"]) for each in events(last_minute(folder))]
+    assert found == [(0, 58_000_000), (59_000_000, 1_000_000)]
+
+
 def test_the_page_gives_it_with_steps_and_faults_and_of_a_run_without_it_the_end_of_its_trace(
     folder: RunFolder, serve: Callable[..., Any]
 ) -> None:
@@ -103,3 +120,11 @@ def test_the_page_gives_it_with_steps_and_faults_and_of_a_run_without_it_the_end
     assert "step 6" in [each["name"] for each in found] and any(
         "was killed" in each["name"] for each in found
     )
+
+
+def test_a_run_leaves_its_last_minute_while_it_goes_on(tmp_path: Path) -> None:
+    result = run(fake_graph(), steps=3, runs=tmp_path, on=inline(), quiet=True)
+    assert result.folder is not None
+    found = events(last_minute(RunFolder.open(result.folder)))
+    assert {"generator", "reward", "trainer"} <= {each["name"] for each in found}
+    assert max(each["ts"] + each["dur"] for each in found) <= MINUTE * 1e6

@@ -4,7 +4,7 @@ import pytest
 from starlette.datastructures import Headers
 
 from dataflow.display import EdgeSnapshot
-from dataflow.live.looks import data_edges, shares
+from dataflow.live.looks import data_edges, exchanges, shares, whole
 from dataflow.live.server import NotAdmitted, admit
 from dataflow.runs.drawing import name_edges, shapes
 
@@ -116,6 +116,64 @@ def test_an_edge_s_rates_are_those_of_what_has_arrived_and_unknown_where_counts_
         assert found["rows_s"] is None and found["bytes_s"] is None
 
 
+def test_an_exchange_is_told_by_reader_its_replicas_together_by_what_took_most() -> None:
+    sent = {
+        "version": 7,
+        "nbytes": 10,
+        "full_bytes": 40,
+        "seconds": 0.1,
+        "committed_seconds": 0.5,
+        "taken_seconds": 0.2,
+    }
+    line = {
+        "weights_sent": {
+            "generator-0": sent,
+            "generator-1": {**sent, "version": 6, "taken_seconds": 0.9},
+            "values-0": {"version": 7},
+            "values-1": {"version": 7},
+            "judge-0": {"version": 5, "committed_seconds": 0.7, "taken_seconds": 0.3},
+        }
+    }
+    assert exchanges(line) == {
+        "generator": {
+            "readers": 2,
+            "version": 6,
+            "nbytes": 10,
+            "full_bytes": 40,
+            "seconds": 0.1,
+            "committed_seconds": 0.5,
+            "taken_seconds": 0.9,
+        },
+        "values": {"readers": 2, "version": 7},
+        "judge": {"readers": 1, "version": 5, "committed_seconds": 0.7, "taken_seconds": 0.3},
+    }
+    assert (
+        exchanges({})
+        == exchanges({"weights_sent": None})
+        == exchanges({"weights_sent": {"a-0": 1}})
+        == {}
+    )
+
+
+def test_all_parts_of_a_run_count_each_from_its_first_step() -> None:
+    def line(seconds: float, busy: float) -> dict[str, object]:
+        return {
+            "seconds": seconds,
+            "nodes": {"t": {"busy": busy, "rows_in": 10 * busy, "step": int(busy)}},
+        }
+
+    lines = [
+        line(0.0, 1.0),
+        line(5.0, 4.0),
+        line(0.0, 0.5),
+        line(0.0, 1.0),
+        line(8.0, 7.0),
+        {"seconds": "x"},
+    ]
+    nodes, seconds = whole(lines)
+    assert seconds == 13.0 and nodes["t"] == {"busy": 9.0, "rows_in": 90.0, "step": 7}
+
+
 HOSTILE = b"""\
 <svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 10 10" onload="alert(1)">\
 <script>alert(2)</script>
@@ -156,3 +214,15 @@ def test_of_a_drawing_from_anybody_only_shapes_and_texts_are_left() -> None:
     )
     assert found[2][0][1]["data-edge"] == "1" and found[2][1][1]["data-edge"] == "0"
     assert found[2][-1] == ["text", {"class": "knob"}, ["k=", ["tspan", {}, ["1"]], "!"]]
+
+
+@pytest.mark.parametrize(
+    "text", [b"", b"<html/>", b"<svg", b'<!DOCTYPE x [<!ENTITY a "b">]><svg>&a;</svg>', b"\xff"]
+)
+def test_what_is_no_drawing_is_not_drawn(text: bytes) -> None:
+    assert shapes(text) is None
+
+
+def test_a_number_that_is_none_stays_out_of_the_shares() -> None:
+    found = shares({"busy": -1.0, "waiting": 1.0, "blocked": 9.0, "measured": 2.0})
+    assert found == {"busy": 0.0, "waiting": 0.5, "blocked": 1.0, "starved": 0.0}

@@ -8,10 +8,14 @@ from typing import Any
 import pytest
 
 from dataflow.errors import RunError
+from dataflow.folder.request_log import RequestLog
 from dataflow.folder.run_folder import RunFolder
+from dataflow.live.server import ClientLimits
 from dataflow.live.steering import BODY_BYTES, REMEMBERED, Controls, Steering
 
 Serve = Callable[..., Any]
+
+
 STOP = {"number": "1", "action": "stop"}
 
 
@@ -161,3 +165,46 @@ def test_no_other_site_no_form_and_no_read_only_page_changes_a_run(
     readonly = serve([folder])
     assert readonly.steer(STOP)[0] == 405 and readonly.json("runs")["steers"] is False
     assert not run.calls
+
+
+def test_a_run_that_does_not_answer_holds_up_no_reader(folder: RunFolder, serve: Serve) -> None:
+    run = Asked(slow_s=1.0)
+    page = serve([folder], controls=run.controls, limits=ClientLimits(steer_s=0.2))
+    answers: list[Any] = []
+    asking = [
+        threading.Thread(target=lambda n=n: answers.append(page.steer({**STOP, "number": str(n)})))
+        for n in range(4)
+    ]
+    for each in asking:
+        each.start()
+    assert page.json("now")["state"] == "not finished"
+    for each in asking:
+        each.join(10)
+    assert [status for status, _ in answers] == [503] * 4
+    assert all("may still do it" in answer["error"] for _, answer in answers)
+
+
+def test_requests_stand_in_the_folder_and_on_the_page(folder: RunFolder, serve: Serve) -> None:
+    log = RequestLog(str(folder.path), pytest.fail, wall=lambda: 1.7e9)
+    log.write("me@here", "generator = 2 replicas", 4, "generator: 2 live", refused=False)
+    log.write("me@here", "reward = a:<b>", 5, "there is no a", refused=True)
+    with (folder.path / "requests.jsonl").open("a") as file:
+        file.write('{"at": 1, "by')
+    assert serve([folder]).json("marks")["requests"] == [
+        {
+            "at": 1.7e9,
+            "step": 4,
+            "by": "me@here",
+            "request": "generator = 2 replicas",
+            "answer": "generator: 2 live",
+            "refused": False,
+        },
+        {
+            "at": 1.7e9,
+            "step": 5,
+            "by": "me@here",
+            "request": "reward = a:<b>",
+            "answer": "there is no a",
+            "refused": True,
+        },
+    ]

@@ -14,15 +14,20 @@ from hypothesis import strategies as st
 
 from dataflow import Graph, GraphError, Model
 from dataflow.node import Traits
-from dataflow.planning.executors import EXECUTORS, Seat, choose, obstacle
+from dataflow.planning.executors import EXECUTORS, Seat, choose, explain, obstacle
 from dataflow.planning.hosts import Devices
 from dataflow.planning.model_size import ModelSize
 from dataflow.planning.plan import Plan, plan
+from dataflow.runner import make_plan
 from dataflow.testing import FakeGenerator, FakePrompts, FakeTrainer
 from dataflow.worker.weight_ports import FanOut
 
 POLICY = Model("policy")
+
+
 SIZES = {"policy": ModelSize(parameters=2_150_000)}
+
+
 GPUS = Devices(cpus=8, gpus=8)
 
 
@@ -86,6 +91,34 @@ def test_the_executor_follows_from_where_the_two_ranks_sit(
     assert choose([source], [destination]) == executor
 
 
+def test_one_executor_serves_every_pair_of_a_trainer_s_ranks_and_a_reader_s() -> None:
+    here, there = (
+        (Seat(process="a", device="cuda:0"), Seat(process="b", device="cuda:1")),
+        Seat(process="c"),
+    )
+    assert choose(here, [there]) == "shared_memory"
+    assert choose(here, [there, Seat(process="d", machine="there")]) == "gloo"
+    apart = [
+        Seat(process="c", device="cuda:0", machine="there"),
+        Seat(process="d", device="cuda:2"),
+    ]
+    assert choose(here, apart) == "nccl"
+    assert choose(here, [*apart, Seat(process="e", device="cuda:1")]) == "gloo", (
+        "two ranks cannot share a GPU"
+    )
+
+
+@pytest.mark.parametrize(("source", "destination"), [*itertools.product(SEATS, SEATS)])
+def test_what_is_chosen_can_serve_and_the_choice_does_not_depend_on_the_direction(
+    source: Seat, destination: Seat
+) -> None:
+    chosen = choose([source], [destination])
+    assert obstacle(chosen, source, destination) is None
+    assert chosen == choose([destination], [source])
+    for executor in EXECUTORS:
+        assert obstacle(executor, source, destination) == obstacle(executor, destination, source)
+
+
 def test_two_processes_may_be_forced_onto_gloo_wherever_they_sit() -> None:
     for source, destination in itertools.product(SEATS, SEATS):
         together = (source.machine, source.process) == (destination.machine, destination.process)
@@ -143,6 +176,34 @@ def test_every_replica_that_reads_is_in_the_plan_and_one_line_sums_them_up() -> 
     )
 
 
+def test_pairs_that_differ_are_counted() -> None:
+    paths = plan(build(), Devices(cpus=2), replicas={"generator": 2}).weight_paths
+    other = [
+        type(path)(**{**_fields(path), "executor": "gloo", "replica": 2}) for path in paths[:1]
+    ]
+    assert explain((*paths, *other)) == [
+        "weights trainer -> generator: shared_memory x2, gloo x1 (1 trainer rank -> 3 readers, from"
+        " copies of the weights)"
+    ]
+
+
+def _fields(path: Any) -> dict[str, Any]:
+    return {name: getattr(path, name) for name in path.__slots__}
+
+
+def test_a_newcomer_gets_its_weights_as_the_others_do() -> None:
+    made = plan(build(), Devices(cpus=2), replicas={"generator": 2})
+    assert [made.executor("trainer", "generator", replica) for replica in (0, 1, 7)] == [
+        "shared_memory"
+    ] * 3
+
+
+def test_a_graph_without_feedback_has_no_line_about_weights() -> None:
+    graph = Graph("test")
+    FakeTrainer(model=Model("other"))(FakeGenerator(model=POLICY)(graph.source(FakePrompts())))
+    assert "weights" not in plan(graph, Devices(cpus=2)).explain()
+
+
 def test_the_picture_names_the_executor_on_the_weights_edge(tmp_path: Path) -> None:
     graph = build()
     for suffix in ("svg", "dot", "mmd", "html"):
@@ -151,6 +212,15 @@ def test_the_picture_names_the_executor_on_the_weights_edge(tmp_path: Path) -> N
         ).read_text()
         bare = graph.draw(tmp_path / f"bare.{suffix}").read_text()
         assert "shared_memory" in planned and "shared_memory" not in bare
+
+
+# Forced
+
+
+def test_a_forced_executor_stands_in_the_plan() -> None:
+    made = make_plan(build(), devices=Devices(cpus=2), weights="gloo")
+    assert weights_line(made).startswith("weights trainer -> generator: gloo (")
+    assert made.executor("trainer", "generator", 0) == "gloo"
 
 
 # Forced

@@ -7,7 +7,7 @@ from rigs.graphs import fake_graph, reward
 
 from dataflow import Graph, GraphError, Model
 from dataflow.app import main
-from dataflow.planning.gpu_groups import awake_at_once
+from dataflow.planning.gpu_groups import at_once, awake_at_once, read_wishes
 from dataflow.planning.hosts import Devices
 from dataflow.planning.placement import Need
 from dataflow.planning.plan import Plan, plan
@@ -64,6 +64,18 @@ def test_a_node_that_names_another_takes_turns_with_it(
     assert any("in turn with trainer" in frame.label for frame in made.frames()) == bool(turns)
 
 
+def test_shared_is_all_that_computes() -> None:
+    assert read_wishes(fake_graph(), "shared", 3) == {"generator": 3, "trainer": "generator"}
+    assert read_wishes(fake_graph(), "shared", 0) == {"trainer": "generator"}
+
+
+def test_who_takes_turns_has_all_cores_in_its_turn() -> None:
+    asynchronous, shared = planned(None), planned("shared")
+    assert [asynchronous.placements[node].threads for node in PAIR] == [2, 2]
+    assert [shared.placements[node].threads for node in PAIR] == [4, 4]
+    assert at_once((("a", "b"), ("c",)), {"a": 2, "b": 3, "c": 1, "d": 4}) == 8
+
+
 def test_of_nodes_in_turn_the_larger_one_counts_on_each_device_and_all_replicas_of_it() -> None:
     need = {size: Need({"weights": size}) for size in (1, 2, 3, 5)}
     needs = [
@@ -115,6 +127,11 @@ def test_replicas_that_join_get_the_devices_that_their_node_shares() -> None:
     scaling.check(table, {"generator": 3})
     with pytest.raises(GraphError, match="3 GPUs have room for 3 beside the others"):
         scaling.check(table, {"generator": 4})
+
+
+@pytest.mark.parametrize("knobs", [{"tensor_parallel": 2}, {"feedback": False}])
+def test_generators_of_several_ranks_and_frozen_ones_take_turns(knobs: Any) -> None:
+    assert planned("shared", graph=real(**knobs)).turns == (PAIR,)
 
 
 def test_the_command_line_says_it_in_a_word(capsys: pytest.CaptureFixture[str]) -> None:

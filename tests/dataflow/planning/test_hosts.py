@@ -12,11 +12,36 @@ import pytest
 from dataflow import Devices, Graph, GraphError, Model, Plan, plan
 from dataflow.planning.hosts import Host
 from dataflow.planning.inputs import PlanInputs, digest
+from dataflow.planning.memory_need import check_fit
+from dataflow.planning.placement import Need
 from dataflow.testing import FakeGenerator, FakePrompts, FakeTrainer
 
 A = Host(name="a", cpus=4, gpus=2, memory_bytes=100, gpu_memory_bytes=40, kind="small")
+
+
 B = Host(name="b", cpus=2)
+
+
 C = Host(name="c", cpus=8, gpus=4, memory_bytes=200, gpu_memory_bytes=80)
+
+
+def test_devices_of_hosts_are_their_sums_and_the_smallest_accelerator() -> None:
+    both = Devices.of([A, C], link_bytes_per_s=1e9)
+    assert (both.cpus, both.gpus, both.memory_bytes, both.gpu_memory_bytes) == (12, 6, 300, 40)
+    assert both.link_bytes_per_s == 1e9 and both.machines == both.hosts == (A, C)
+    assert Devices.of([A, B]).memory_bytes == 0, "what one host has is unknown, and so is the sum"
+
+
+def test_accelerators_are_numbered_host_by_host_those_without_any_in_between() -> None:
+    devices = Devices.of([B, A, Host(name="d", cpus=1), C])
+    places = [(devices.host_of(gpu).name, devices.number_there(gpu)) for gpu in range(devices.gpus)]
+    assert places == [("a", 0), ("a", 1), ("c", 0), ("c", 1), ("c", 2), ("c", 3)]
+
+
+def test_this_machine_is_a_host_without_a_name() -> None:
+    (alone,) = Devices(cpus=3, gpus=1, memory_bytes=7, gpu_memory_bytes=5).machines
+    assert alone == Host(name="", cpus=3, gpus=1, memory_bytes=7, gpu_memory_bytes=5)
+    assert Devices(cpus=3, memory_bytes=7).room == {("", "cpu"): 7}
 
 
 @pytest.mark.parametrize(
@@ -61,6 +86,18 @@ def test_hosts_and_all_a_plan_is_made_from_come_back_from_json() -> None:
     assert msgspec.json.encode(back) == sent
     assert back.devices == inputs.devices and back.scale == inputs.scale
     assert back.place == {"generator": ["a", "b"], "trainer": "a"}
+
+
+def test_what_does_not_fit_names_its_host() -> None:
+    needs = [
+        ("generator-0", ("b", "cpu"), Need({"weights": 9})),
+        ("trainer-0", ("a", "cpu"), Need({"weights": 9})),
+    ]
+    check_fit(needs, {("a", "cpu"): 10, ("b", "cpu"): 10})
+    with pytest.raises(
+        GraphError, match="does not fit into main memory of host 'b': .*found 'generator-0'"
+    ):
+        check_fit(needs, {("a", "cpu"): 10, ("b", "cpu"): 8})
 
 
 # The digest

@@ -1,6 +1,8 @@
 """A plan that cannot fit into its devices' memory is refused, with the sum and its parts."""
 
+import ctypes
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -8,15 +10,19 @@ from typing import Any
 import pytest
 
 from dataflow import Graph, GraphError, Model
+from dataflow.model import LoRA
 from dataflow.model_files import start_fault
 from dataflow.planning.hosts import Devices
 from dataflow.planning.memory_need import Passes, check_fit, need_of
 from dataflow.planning.model_size import ModelSize, measure_models, measured
 from dataflow.planning.placement import Need
 from dataflow.planning.plan import Plan, plan
+from dataflow.system.gpu_memory import gpu_memory, gpu_names
 from operators import Generator, Logprobs, Prompts, Trainer
 
 GIB = 1 << 30
+
+
 SIZE = ModelSize(
     parameters=1 << 30,
     largest_end=1 << 27,
@@ -29,8 +35,14 @@ SIZE = ModelSize(
     query_width=2048,
     inner=8192,
 )
+
+
 """A model of 2 ** 30 parameters, of which 3 * 2 ** 28 are in linear layers."""
+
+
 KV = 4096 * 2 * 16 * 1024 * 2
+
+
 """Of one rollout in bfloat16."""
 
 
@@ -134,6 +146,72 @@ def test_a_trainer_needs_what_it_took_on_an_h200(
     assert need is not None and need.total / GIB == pytest.approx(gib, rel=0.03)
 
 
+@pytest.mark.parametrize(
+    ("knobs", "gpus", "node", "wanted"),
+    [
+        (
+            {},
+            {"generator": 1, "trainer": 4},
+            "trainer",
+            {"weights": GIB, "gradients": GIB, "optimiser": 2 * GIB},
+        ),
+        (
+            {"dp_replicate": 2},
+            {"generator": 1, "trainer": 4},
+            "trainer",
+            {"weights": 2 * GIB, "gradients": 2 * GIB, "optimiser": 4 * GIB},
+        ),
+        (
+            {"lora": LoRA(16)},
+            ONE_EACH,
+            "trainer",
+            {
+                "weights": 2 * GIB,
+                "gradients": 4 * 3 * 16 * (2 << 14),
+                "optimiser": 8 * 3 * 16 * (2 << 14),
+            },
+        ),
+        (
+            {"lora": LoRA(16)},
+            ONE_EACH,
+            "generator",
+            {"weights": 2 * GIB, "adapted layers": 2 * (3 << 28)},
+        ),
+        (
+            {"generator": {"weights": "int8"}},
+            ONE_EACH,
+            "generator",
+            {"weights": 2 * GIB - (3 << 28)},
+        ),
+        (
+            {"generator": {"tensor_parallel": 2}},
+            {"generator": 2, "trainer": 1},
+            "generator",
+            {"weights": GIB, "KV-cache": KV // 2},
+        ),
+        (
+            {"generator": {"tensor_parallel": 4}},
+            {"generator": 4, "trainer": 1},
+            "generator",
+            {"weights": GIB // 2, "KV-cache": KV // 2},
+        ),
+        ({"generator": {"context_tokens": 1024}}, ONE_EACH, "generator", {"KV-cache": KV // 4}),
+        ({"generator": {"cache_bytes": 3 * GIB}}, ONE_EACH, "generator", {"KV-cache": 3 * GIB}),
+        (
+            {"generator": {"cache_bytes": 900 * GIB, "slots": 8}},
+            ONE_EACH,
+            "generator",
+            {"KV-cache": 8 * KV},
+        ),
+    ],
+)
+def test_knobs_change_what_they_are_for(
+    knobs: Any, gpus: Any, node: str, wanted: dict[str, int]
+) -> None:
+    found = parts(planned(2000, gpus, **knobs), node)
+    assert {name: found[name] for name in wanted} == wanted
+
+
 def test_what_does_not_fit_is_refused_with_the_sum_and_its_parts() -> None:
     wanted = (
         r"does not fit into the memory of gpu 1: it needs at least ([0-9.]+) GiB of 18\.0 GiB;"
@@ -174,6 +252,13 @@ def test_who_takes_turns_has_moments_elsewhere_while_it_computes_and_all_while_i
         planned(80, shared, main_gib=11)
 
 
+def test_every_rank_has_a_device_of_its_own_and_main_memory_is_for_all() -> None:
+    assert planned(8.5, {"generator": 1, "trainer": 4}, gradient_checkpointing=True)
+    with pytest.raises(GraphError, match=r"main memory: .* of 22\.0 GiB"):
+        planned(1, main_gib=22)
+    assert planned(1, main_gib=32)
+
+
 def test_a_rank_of_a_reference_has_its_share_and_gathers_one_end_of_its_model() -> None:
     graph, model = Graph("test"), Model("policy", dtype="bfloat16")
     generator = Generator(model, group_size=4, max_tokens=512, tensor_parallel=2)
@@ -201,6 +286,18 @@ def test_where_a_size_is_not_known_nothing_is_refused() -> None:
     )
 
 
+def test_the_sum_is_part_of_what_a_plan_says_of_itself() -> None:
+    (line,) = [
+        line
+        for line in planned(80, ONE_EACH).explain().splitlines()
+        if "process of 'trainer'" in line
+    ]
+    assert re.search(
+        r"needs at least .* GiB \(weights 4.0 GiB, gradients 4.0 GiB, optimiser 8.0 GiB, activat",
+        line,
+    )
+
+
 def test_layers_are_measured_from_the_config_of_a_folder(policy: Any) -> None:
     graph = Graph("g")
     Generator(Model(str(policy)))(graph.source(Prompts([{"prompt": "a"}])))
@@ -214,3 +311,59 @@ def test_layers_are_measured_from_the_config_of_a_folder(policy: Any) -> None:
         and size.context == config["max_position_embeddings"]
     )
     assert start_fault(Model(str(policy))) is None
+
+
+class Library:
+    """Plays NVIDIA's: one result for each device, its bytes or an error."""
+
+    def __init__(self, *totals: int | None, begins: int = 0) -> None:
+        self.totals, self.begins, self.calls = totals, begins, []
+
+    def nvmlInit_v2(self) -> int:
+        return self.begins
+
+    def nvmlShutdown(self) -> None:
+        self.calls.append("shutdown")
+
+    def nvmlDeviceGetCount_v2(self, count: Any) -> int:
+        count._obj.value = len(self.totals)
+        return 0
+
+    def nvmlDeviceGetHandleByIndex_v2(self, number: int, handle: Any) -> int:
+        handle._obj.value = number + 1
+        return 0
+
+    def nvmlDeviceGetMemoryInfo(self, handle: ctypes.c_void_p, memory: Any) -> int:
+        total = self.totals[(handle.value or 0) - 1]
+        memory._obj.total = total or 0
+        return 0 if total else 3
+
+    def nvmlDeviceGetName(self, handle: ctypes.c_void_p, name: Any, longest: int) -> int:
+        total = self.totals[(handle.value or 0) - 1]
+        name.value = f"NVIDIA H{total}"[: longest - 1].encode()
+        return 0 if total else 3
+
+
+@pytest.mark.parametrize(
+    ("library", "found"),
+    [
+        (Library(80, 40), 40),
+        (Library(80, None), 80),
+        (Library(None), 0),
+        (Library(), 0),
+        (Library(80, begins=9), 0),
+        (object(), 0),
+    ],
+)
+def test_the_memory_of_accelerators_is_that_of_the_smallest_that_answers(
+    library: Any, found: int
+) -> None:
+    assert gpu_memory(library) == found
+    assert getattr(library, "calls", ["shutdown"]) == (
+        [] if getattr(library, "begins", 0) else ["shutdown"]
+    )
+
+
+def test_accelerators_that_answer_have_names() -> None:
+    assert gpu_names(Library(100, None, 200)) == ["NVIDIA H100", "NVIDIA H200"]
+    assert gpu_names(Library(100, begins=9)) == [] == gpu_names(object())

@@ -10,10 +10,13 @@ from typing import Any
 import pytest
 
 from dataflow import Devices, Graph, GraphError, Model, Plan, plan, scorer
+from dataflow.history.describe import plan_facts
 from dataflow.node import Traits
 from dataflow.planning.hosts import Host
 from dataflow.planning.model_size import ModelSize
+from dataflow.runner import make_plan
 from dataflow.testing import FakeGenerator, FakePrompts, FakeTrainer
+from operators import Logprobs
 
 POLICY = Model("policy")
 
@@ -77,6 +80,19 @@ def test_a_light_worker_sits_where_most_of_its_neighbours_are() -> None:
     assert where(made)["generator"] == ("a", "a", "b") and where(made)["reward"] == ("b",)
 
 
+def test_light_operators_behind_a_reference_sit_beside_it_and_its_trainer() -> None:
+    graph, trainer, generator = (
+        Graph("test"),
+        FakeTrainer(model=POLICY),
+        FakeGenerator(model=POLICY),
+    )
+    reference = Logprobs(POLICY.frozen(), name="reference")
+    trainer(advantage(reference(reward(generator(graph.source(FakePrompts()))))))
+    graph.feedback(trainer.weights, generator, max_staleness=1)
+    made = plan(graph, hosts(2), place={"generator": "a", "reference": "b", "trainer": "b"})
+    assert where(made)["reward"] == ("a",) and where(made)["advantage"] == ("b",)
+
+
 def test_a_machine_of_its_own_is_planned_as_before_and_a_single_host_alike_but_for_its_name() -> (
     None
 ):
@@ -115,6 +131,26 @@ def test_ranks_stay_together_where_a_row_would_cross_hosts() -> None:
         match=r"each replica of 'generator' needs 2 GPUs in a row on one host, of 4 that are",
     ):
         plan(build(DealtOut(model=POLICY)), hosts(3, gpus=3), gpus={"generator": 8})
+
+
+def test_those_who_take_turns_sit_on_one_host() -> None:
+    for how in (
+        {"gpus": {"generator": 4, "trainer": "generator"}},
+        {"gpus": {"trainer": "generator"}, "replicas": {"generator": 2}},
+    ):
+        made = plan(build(), hosts(2, gpus=4), **how, place={"trainer": "b"})
+        assert (
+            set(made.placements["generator"].hosts)
+            == set(made.placements["trainer"].hosts)
+            == {"b"}
+        )
+    shared = plan(
+        build(),
+        hosts(2, gpus=4),
+        gpus={"generator": 4, "trainer": "generator"},
+        place={"generator": "b"},
+    )
+    assert shared.placements["trainer"].gpus == shared.placements["generator"].gpus == (4, 5, 6, 7)
 
 
 def test_cpu_processes_go_where_fewest_are_per_core_and_threads_are_shared_host_by_host() -> None:
@@ -183,6 +219,33 @@ def test_weights_go_by_memory_within_a_host_and_by_collectives_between_two() -> 
         "nccl",
         "nccl",
     ]
+
+
+def test_who_has_moved_gets_weights_as_its_new_host_allows() -> None:
+    made = plan(
+        build(),
+        hosts(2),
+        replicas={"generator": 2},
+        place={"trainer": "a", "generator": ("a", "b")},
+    )
+    assert made.executor("trainer", "generator", 0, apart=True) == "gloo"
+    assert made.executor("trainer", "generator", 1, apart=False) == "shared_memory"
+    forced = plan(build(), hosts(2), replicas={"generator": 2}, weights="gloo")
+    assert forced.executor("trainer", "generator", 0, apart=False) == "gloo"
+
+
+# Pins and refusals
+
+
+def test_pinned_replicas_take_their_hosts_in_turn_before_anybody_else_is_seated() -> None:
+    made = make_plan(
+        build(),
+        devices=hosts(3, gpus=2),
+        gpus={"generator": 4, "trainer": 2},
+        place={"generator": ("a", "c")},
+    )
+    assert where(made)["generator"] == ("a", "c", "a", "c") and where(made)["trainer"] == ("b",)
+    assert made.placements["generator"].gpus == (0, 4, 1, 5)
 
 
 # Pins and refusals
@@ -334,3 +397,25 @@ def test_the_plan_tells_of_every_host_what_it_has_and_of_those_that_are_alike_on
     )
     assert "'generator' and 'trainer' take turns on gpu 0-3 of host b" in turns.explain()
     assert "weights between hosts go by gloo and nccl, not encrypted" in turns.explain()
+
+
+def test_of_this_machine_alone_nothing_is_said_of_hosts() -> None:
+    made = plan(build(), Devices(cpus=4, gpus=2), gpus={"generator": 1, "trainer": 1})
+    assert "host" not in made.explain() and not any(frame.where for frame in made.frames())
+    assert plan_facts(build(), made).keys().isdisjoint({"hosts"})
+
+
+def test_frames_and_the_folder_say_where_each_node_was_planned() -> None:
+    made = plan(build(), hosts(3), replicas={"generator": 2})
+    assert {frame.nodes: frame.where for frame in made.frames()} == {
+        ("prompts",): "host a",
+        ("generator",): "hosts a and b",
+        ("reward",): "host a",
+        ("trainer",): "host c",
+    }
+    assert plan_facts(build(), made)["hosts"] == {
+        "prompts": ["a"],
+        "generator": ["a", "b"],
+        "reward": ["a"],
+        "trainer": ["c"],
+    }

@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from dataflow import Devices, Graph, Model, Plan, plan, scorer
 from dataflow.node import Traits
 from dataflow.planning.hosts import Host
-from dataflow.planning.placing import rehost
+from dataflow.planning.model_size import ModelSize
+from dataflow.planning.placing import most_replicas, rehost
 from dataflow.testing import FakeGenerator, FakePrompts, FakeTrainer
 from operators import Logprobs
 
@@ -127,6 +128,21 @@ def test_on_accelerators_the_first_free_row_is_taken_and_a_joined_host_has_the_l
     assert rehost(made, grown, {"late"}, [], "generator", 1) == ("late", (12, 13))
 
 
+def test_a_light_worker_follows_its_neighbours() -> None:
+    devices = hosts(3)
+    made = plan(build(), devices, replicas={"generator": 2})
+    assert (made.host("generator", 0), made.host("reward", 0), made.host("trainer", 0)) == (
+        "a",
+        "a",
+        "c",
+    )
+    found = {
+        (each.worker, each.replica): each.host
+        for each in moved(made, devices, {"b", "c"}, seated(made))
+    }
+    assert found["reward", 0] == found["prompts", 0] == "b" and found["generator", 0] == "b"
+
+
 def test_nobody_gets_between_those_who_take_turns_while_some_of_them_are_away() -> None:
     graph, trainer, generator = (
         Graph("test"),
@@ -139,6 +155,26 @@ def test_nobody_gets_between_those_who_take_turns_while_some_of_them_are_away() 
     made = plan(graph, devices, gpus={"generator": 4, "trainer": "generator", "reference": 1})
     sits = [Sitting("generator", 2, "b", (7,))]
     assert rehost(made, devices, {"b"}, sits, "reference", 0) == ("b", (9,))
+
+
+def test_who_takes_turns_goes_together() -> None:
+    devices = hosts(2, gpus=5)
+    made = plan(
+        build(), devices, gpus={"generator": 4, "trainer": "generator"}, place={"trainer": "a"}
+    )
+    first = rehost(made, devices, {"b"}, [], "generator", 2)
+    assert first == ("b", (7,)), "the third of four in a row"
+    sits = [Sitting("generator", 2, "b", (7,))]
+    assert rehost(made, devices, {"b"}, sits, "trainer", 0) == ("b", (5, 6, 7, 8))
+    assert rehost(made, devices, {"b"}, sits, "generator", 4) == (
+        "b",
+        (5,),
+    ), "a newcomer shares them, too"
+    alone = plan(build(), devices, gpus={"generator": 2, "trainer": "generator"})
+    assert (
+        most_replicas(alone, devices, {"a", "b"}, [Sitting("trainer", 0, "a", (0, 1))], "generator")
+        == 5
+    )
 
 
 def test_whoever_listens_on_a_port_goes_where_nobody_else_has_it() -> None:
@@ -163,6 +199,36 @@ def test_whoever_listens_on_a_port_goes_where_nobody_else_has_it() -> None:
         " add a host"
     )
     assert str(rehost(made, devices, {"b"}, [other], "generator", 0)).startswith(refused)
+
+
+def test_without_room_it_says_what_is_needed_and_what_there_is() -> None:
+    devices = hosts(2, gpus=4)
+    made = plan(build(2), devices, gpus={"trainer": 3, "generator": 2})
+    sits = [each for each in seated(made) if each.worker == "trainer"]
+    (host,) = {each.host for each in sits}
+    assert host == "a"
+    assert (
+        rehost(made, devices, {"a"}, sits, "generator", 0)
+        == "'generator-0' needs 2 GPUs in a row on one host, but 'a' has 1 of 4 GPUs free; add a"
+        " host, or make room"
+    )
+    assert (
+        rehost(made, devices, set(), sits, "generator", 0)
+        == "'generator-0' has no host left; add one"
+    )
+    assert most_replicas(made, devices, {"a"}, sits, "generator") == 0
+    assert most_replicas(made, devices, {"a", "b"}, sits, "generator") == 2
+    sizes = {"policy": ModelSize(parameters=1000)}
+    tight = Devices.of(
+        [Host(name="a", cpus=4, memory_bytes=90_000), Host(name="b", cpus=4, memory_bytes=9_000)]
+    )
+    made = plan(build(), tight, sizes=sizes)
+    said = rehost(made, tight, {"b"}, [], "trainer", 0)
+    assert (
+        isinstance(said, str)
+        and "'trainer-0' needs 1 core and 15.6 KiB of memory" in said
+        and "8.8 KiB free" in said
+    )
 
 
 # Laws
@@ -229,3 +295,32 @@ def test_whoever_is_moved_has_room_and_its_ranks_are_together(
             made.placements[each.worker].gpus or made.placements[each.worker].ranks > 1
             for each in waiting
         )
+
+
+@given(plans())
+def test_with_all_hosts_alive_a_plan_s_workers_have_room_one_by_one(
+    given_: tuple[Plan, Devices],
+) -> None:
+    made, devices = given_
+    now = seated(made)
+    alive = {host.name for host in devices.hosts}
+    for each in now:
+        found = rehost(
+            made,
+            devices,
+            alive,
+            [other for other in now if other != each],
+            each.worker,
+            each.replica,
+        )
+        assert not isinstance(found, str)
+
+
+def test_of_hundreds_the_one_accelerator_that_is_free_is_found() -> None:
+    devices = Devices.of([Host(name=f"h{number}", cpus=16, gpus=8) for number in range(64)])
+    made = plan(build(), devices, gpus={"generator": 512})
+    sits = [each for each in seated(made) if (each.worker, each.replica) != ("generator", 300)]
+    assert rehost(made, devices, {host.name for host in devices.hosts}, sits, "generator", 300) == (
+        "h37",
+        (300,),
+    )

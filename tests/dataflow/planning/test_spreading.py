@@ -3,15 +3,18 @@ pure functions.
 """
 
 from dataclasses import dataclass
+from typing import Any
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from rigs.spreading import build
+from rigs.spreading import POLICY, build
 
 from dataflow import Devices, GraphError, Plan, plan
 from dataflow.planning.hosts import Host
 from dataflow.planning.model_size import ModelSize
-from dataflow.planning.placing import divisions, rehost_ranks
+from dataflow.planning.placing import divisions, rehost, rehost_ranks
+from dataflow.testing import FakeTrainer
 
 
 @dataclass(frozen=True)
@@ -50,6 +53,12 @@ def test_one_that_fits_no_host_has_whole_hosts_in_a_row_each_with_neighbouring_r
         "cuda:0",
         "cuda:7",
     ]
+
+
+def test_copies_of_the_model_are_not_cut_where_another_number_of_hosts_has_them_whole() -> None:
+    assert divisions(12, 6, dp_replicate=3) == [3, 6, 2, 4]
+    made = plan(build(dp_replicate=3), hosts(6, gpus=6), gpus={"trainer": 12})
+    assert len(made.placements["trainer"].all_hosts) == 3, "four on each, though two hosts would do"
 
 
 def test_a_layer_is_cut_across_hosts_only_where_nothing_else_fits() -> None:
@@ -150,6 +159,49 @@ def test_ranks_are_spread_evenly_in_whole_blocks_and_no_accelerator_has_two_owne
 # Refusals
 
 
+@pytest.mark.parametrize(
+    ("knobs", "said"),
+    [
+        (
+            {"ranks": {"trainer": 3}, "place": {"trainer": ("a", "b")}},
+            (
+                "'trainer' is to be spread over 2 hosts, a, b, but has 3 ranks, and each host is to"
+                " have as many"
+            ),
+        ),
+        (
+            {"gpus": {"trainer": 6}, "place": {"trainer": ("a", "b")}},
+            "needs 3 GPUs in a row on each of them, but 'a' has 2 of 2 GPUs free",
+        ),
+        (
+            {"gpus": {"trainer": 5}},
+            (
+                "needs 5 GPUs in a row on one host, or an equal part of that on each of several,"
+                " but 'a' has 2 of 2 GPUs free"
+            ),
+        ),
+        (
+            {"place": {"generator": ("a", "b")}},
+            "has 1 replica, and all ranks of a replica are on one host, but for those of a trainer",
+        ),
+    ],
+)
+def test_what_cannot_be_spread_is_refused_with_the_numbers(knobs: Any, said: str) -> None:
+    with pytest.raises(GraphError) as error:
+        plan(build(), hosts(3, gpus=2), **knobs)
+    assert said in str(error.value)
+
+
+def test_a_trainer_that_cannot_follow_from_another_host_is_not_spread() -> None:
+    with pytest.raises(GraphError, match="needs 4 cores on one host, but"):
+        plan(
+            build(FakeTrainer(name="trainer", model=POLICY)), hosts(2, cpus=2), ranks={"trainer": 4}
+        )
+
+
+# Refusals
+
+
 # When a host is lost
 
 
@@ -174,3 +226,11 @@ def test_ranks_go_where_there_is_room_now_and_together_where_one_host_has_it() -
     )
     refused = rehost_ranks(made, made.devices, {"b", "c"}, [generator], "trainer")
     assert isinstance(refused, str) and "'trainer-0' needs 4 GPUs in a row on one host" in refused
+
+
+def test_others_keep_off_what_each_host_has_of_a_trainer_that_is_spread() -> None:
+    made = made_of_two()
+    trainer = Sitting("trainer", 0, "a", (0, 1, 2, 3), ("a", "a", "b", "b"))
+    assert isinstance(rehost(made, made.devices, {"a", "b"}, [trainer], "generator", 0), str)
+    less = Sitting("trainer", 0, "a", (0, 1, 2), ("a", "a", "b"))
+    assert rehost(made, made.devices, {"a", "b"}, [less], "generator", 0) == ("b", (3,))

@@ -14,11 +14,15 @@ from dataflow.app import main
 from dataflow.node import Traits
 from dataflow.planning.hosts import Devices
 from dataflow.planning.model_size import ModelSize
-from dataflow.planning.plan import plan
+from dataflow.planning.plan import Plan, plan
 from dataflow.testing import FakeGenerator, FakePrompts, FakeTrainer
 
 POLICY = Model("policy")
+
+
 SIZES = {"policy": ModelSize(parameters=2_150_000)}
+
+
 CPUS, GPUS = Devices(cpus=8), Devices(cpus=8, gpus=8)
 
 
@@ -38,6 +42,15 @@ class Sharing(FakeTrainer):
         )
 
 
+@dataclass(frozen=True, eq=False)
+class Narrow(FakeGenerator):
+    """A generator that takes its weights as int8."""
+
+    @property
+    def quantized(self) -> str | None:
+        return "int8"
+
+
 def build(
     tensor_parallel: int = 1, generator: FakeGenerator | None = None, dp_replicate: int = 1
 ) -> Graph:
@@ -49,6 +62,11 @@ def build(
     trainer(generator(graph.source(FakePrompts())))
     graph.feedback(trainer.weights, generator, max_staleness=1)
     return graph
+
+
+def weights_line(made: Plan) -> str:
+    (line,) = [line for line in made.explain().splitlines() if line.startswith("weights")]
+    return line
 
 
 def test_ranks_on_the_cpu_share_the_cores_and_the_models_memory() -> None:
@@ -68,6 +86,56 @@ def test_tensor_parallel_alone_asks_for_as_many_ranks() -> None:
     assert plan(build(2), CPUS).placements["trainer"].ranks == 2
     assert plan(build(2), CPUS, ranks={"trainer": 4}).placements["trainer"].ranks == 4
     assert plan(build(2), GPUS, gpus={"trainer": 4}).placements["trainer"].ranks == 4
+
+
+@pytest.mark.parametrize(
+    ("knobs", "how", "ranks", "said"),
+    [
+        ({"dp_replicate": 2}, {}, 2, "2 (replicate)"),
+        ({"dp_replicate": 2}, {"ranks": {"trainer": 4}}, 4, "2 x 2 (replicate x shard)"),
+        ({"dp_replicate": 2, "tensor_parallel": 2}, {}, 4, "2 x 2 (replicate x tensor)"),
+        (
+            {"dp_replicate": 2, "tensor_parallel": 2},
+            {"gpus": {"trainer": 8}},
+            8,
+            "2 x 2 x 2 (replicate x shard x tensor)",
+        ),
+        ({"tensor_parallel": 2}, {"ranks": {"trainer": 4}}, 4, "2 x 2 (shard x tensor)"),
+        ({"tensor_parallel": 2}, {}, 2, None),
+        ({}, {"ranks": {"trainer": 4}}, 4, None),
+    ],
+)
+def test_a_plan_says_how_ranks_make_up_a_mesh_in_words_and_in_the_picture(
+    knobs: dict[str, int], how: dict[str, Any], ranks: int, said: str | None
+) -> None:
+    made = plan(build(**knobs), GPUS, sizes=SIZES, **how)
+    assert made.placements["trainer"].ranks == ranks
+    assert [line for line in made.explain().splitlines() if line.startswith("the ranks of")] == (
+        [f"the ranks of 'trainer' are {said}"] if said else []
+    )
+    (label,) = [frame.label for frame in made.frames() if frame.nodes == ("trainer",)]
+    assert label.endswith(f" · {said}") if said else "(" not in label
+
+
+@pytest.mark.parametrize(
+    ("devices", "how", "executor"),
+    [
+        (CPUS, {"ranks": {"trainer": 2}}, "shared_memory"),
+        (CPUS, {"ranks": {"trainer": 2}, "weights": "gloo"}, "gloo"),
+        (GPUS, {"gpus": {"trainer": 2}}, "shared_memory"),
+        (GPUS, {"gpus": {"trainer": 2, "generator": 2}}, "cuda_ipc"),
+        (GPUS, {"gpus": {"trainer": 2, "generator": 2}, "weights": "nccl"}, "nccl"),
+        (GPUS, {"gpus": {"trainer": 2, "generator": 2}, "weights": "gloo"}, "gloo"),
+        (GPUS, {"gpus": {"generator": 2, "trainer": "generator"}}, "cuda_ipc"),
+        (GPUS, {"gpus": {"trainer": 1, "generator": 2}}, "cuda_ipc"),
+    ],
+)
+def test_each_rank_sends_its_own_shards_by_one_executor_for_all_and_the_plan_says_so(
+    devices: Devices, how: dict[str, Any], executor: str
+) -> None:
+    made = plan(build(), devices, **how)
+    assert {path.executor for path in made.weight_paths} == {executor}
+    assert weights_line(made).startswith(f"weights trainer -> generator: {executor} (")
 
 
 @pytest.mark.parametrize(
@@ -146,6 +214,13 @@ def test_ranks_that_replicas_do_not_divide_are_refused(
 ) -> None:
     with pytest.raises(GraphError, match=said):
         plan(build(tensor_parallel, dp_replicate=2), CPUS, **how)
+
+
+def test_several_ranks_send_weights_narrow_as_one_does() -> None:
+    graph = build(generator=Narrow(model=POLICY))
+    for ranks in (1, 2):
+        made = plan(graph, CPUS, ranks={"trainer": ranks})
+        assert {path.executor for path in made.weight_paths} == {"shared_memory"}
 
 
 def graph_of_main() -> Graph:

@@ -13,7 +13,7 @@ from dataflow.display.formatting import sparkline
 from dataflow.errors import GraphError
 from dataflow.folder.ledger import Ledger
 from dataflow.folder.run_folder import RunFolder
-from dataflow.runs.compare import setting_differences, sides_of
+from dataflow.runs.compare import figure_rows, setting_differences, sides_of
 from dataflow.runs.figures import Course, figures
 
 
@@ -45,6 +45,14 @@ def lines(pace: float, gain: float) -> list[dict[str, Any]]:
         }
         for step in range(1, 41)
     ]
+
+
+def test_a_run_differs_in_nothing_from_itself(
+    made: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.compare_runs(made, made) == 0
+    text = capsys.readouterr().out
+    assert text.count("  the same") == 2
 
 
 def test_what_differs_is_named_and_what_does_not_is_left_out(
@@ -117,6 +125,23 @@ def test_a_folder_of_an_older_version_is_compared_as_far_as_it_says(
         for each in setting_differences(*sides_of(RunFolder.open(made), RunFolder.open(old)))
     }
     assert differs["environment"] == "not recorded"
+
+
+def test_means_of_two_runs_are_over_as_many_steps_however_long_the_one_is(tmp_path: Path) -> None:
+    def run_of(name: str, steps: int) -> RunFolder:
+        (tmp_path / name).mkdir()
+        folder = RunFolder.open(tmp_path / name)
+        for step in range(1, steps + 1):
+            folder.append_metrics(
+                {"step": step, "node": "trainer", "loss": 1 / step, "reward_mean": step / 100}
+            )
+        return folder
+
+    short, long = sides_of(run_of("short", 40), run_of("long", 400))
+    rows = {name: values for name, *values in figure_rows(short.figures, long.figures)}
+    assert rows["reward, first 13 steps"] == ["0.07", "0.07", ""]
+    assert rows["loss, first 13 steps"][0] == rows["loss, first 13 steps"][1]
+    assert rows["reward, last 13 steps"][:2] == ["0.34", "3.94"]
 
 
 def test_figures_are_of_the_steps_without_the_first_tenth_and_best_is_of_means() -> None:

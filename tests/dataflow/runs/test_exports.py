@@ -19,7 +19,7 @@ from runs_made import GROUP, PROMPTS, STEPS
 from dataflow import Run, cli
 from dataflow.errors import RunError
 from dataflow.folder.run_folder import RunFolder
-from dataflow.runs.export import export
+from dataflow.runs.export import ExportShards, Pairing, chosen_and_rejected, export
 from dataflow.system.files import RunFolderError
 
 
@@ -38,6 +38,28 @@ def test_every_row_comes_out_as_it_is(
         match=r"is there already, and nothing is written over; name another place with --out",
     ):
         cli.export_run(made, to="parquet", out=out)
+
+
+def test_large_runs_go_out_in_bounded_pieces(
+    made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("dataflow.runs.export.GROUP_BYTES", 2_000)
+    held: list[int] = []
+    write = pq.ParquetWriter.write_table
+    monkeypatch.setattr(
+        pq.ParquetWriter,
+        "write_table",
+        lambda self, table: (held.append(table.nbytes), write(self, table))[1],
+    )
+    shard = ExportShards(
+        tmp_path / "small", "trained", Run(made).rollouts().schema, shard_bytes=20_000
+    )
+    shard.write(Run(made).rollout_batches())
+    shard.close()
+    assert max(held) < 10_000 < sum(held)
+    files = sorted((tmp_path / "small").iterdir())
+    assert len(files) > 1
+    assert pa.concat_tables([pq.read_table(path) for path in files]).equals(Run(made).rollouts())
 
 
 def test_a_dataset_for_hugging_face_has_a_card_that_names_its_files(
@@ -79,6 +101,62 @@ def test_pairs_are_the_best_and_the_worst_of_each_group_and_what_gives_none_is_c
         RunError, match=r"'quality' is none; give --by one of \[.*'length'.*'reward'"
     ):
         cli.export_run(made, to="parquet", out=out, pairs=True, by="quality")
+
+
+def row(
+    group: int, position: int, value: float | None, error: str | None = None
+) -> dict[str, object]:
+    return {
+        "prompt": f"p{group}",
+        "prompt_id": str(group),
+        "completion": f"c{group}.{position}",
+        "group_id": group,
+        "rollout_id": group * 4 + position,
+        "position": position,
+        "error": error,
+        "reward": value,
+        "step": 1,
+        "source": "prompts",
+    }
+
+
+def test_a_pair_needs_two_scored_rollouts_that_differ_in_reward_and_text() -> None:
+    rows = [row(0, 0, 0.0), row(0, 1, 1.0), row(0, 2, 1.0)]
+    best, worst = chosen_and_rejected(rows, "reward")
+    assert (best["position"], worst["position"]) == (1, 0)
+    assert chosen_and_rejected([row(0, 0, 1.0), row(0, 1, 1.0)], "reward") == "alike"
+    assert (
+        chosen_and_rejected([row(0, 0, 1.0), row(0, 1, None), row(0, 2, 0.0, "boom")], "reward")
+        == "lonely"
+    )
+    assert chosen_and_rejected([row(0, 0, 1.0), row(0, 1, float("nan"))], "reward") == "lonely"
+    assert (
+        chosen_and_rejected([row(0, 0, 1.0), {**row(0, 1, 0.0), "completion": "c0.0"}], "reward")
+        == "same_text"
+    )
+
+
+def test_a_group_that_two_batches_share_is_one_group() -> None:
+    rows = [
+        row(0, 0, 0.0),
+        row(0, 1, 1.0),
+        row(1, 0, 0.5),
+        row(1, 1, 0.5),
+        row(2, 0, 1.0),
+        row(2, 1, 0.0),
+    ]
+    pairing = Pairing("reward")
+    batches = [
+        pa.RecordBatch.from_pylist(rows[:1]),
+        pa.RecordBatch.from_pylist(rows[1:3]),
+        pa.RecordBatch.from_pylist(rows[3:]),
+    ]
+    found = pa.Table.from_batches(pairing.of(batches)).to_pylist()
+    assert [(pair["chosen"], pair["rejected"], pair["chosen_reward"]) for pair in found] == [
+        ("c0.1", "c0.0", 1.0),
+        ("c2.0", "c2.1", 1.0),
+    ]
+    assert (pairing.left.pairs, pairing.left.alike) == (2, 1)
 
 
 def test_a_full_disk_is_one_sentence_and_leaves_nothing(

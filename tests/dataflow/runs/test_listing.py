@@ -12,9 +12,28 @@ import pytest
 
 from dataflow import cli
 from dataflow.folder.run_folder import RunFolder
-from dataflow.runs.listing import TAILS, runs_in
-from dataflow.runs.state import signs_of, state_of
+from dataflow.runs.listing import TAILS, ago, runs_in
+from dataflow.runs.state import Signs, decide, lock_kinds, signs_of, state_of
 from dataflow.system.files import RunFolderError
+
+
+@pytest.mark.parametrize(
+    ("signs", "word"),
+    [
+        (Signs(outcome="finished"), "finished"),
+        (Signs(outcome="stopped"), "stopped"),
+        (Signs(outcome="not finished"), "died"),
+        (Signs(), "died"),
+        (Signs(outcome="finished", leads=True), "running"),
+        (Signs(outcome="not finished", leads=True, works=True), "running"),
+        (Signs(outcome="not finished", works=True), "died"),
+        (Signs(outcome="not finished", elsewhere=True), "unknown"),
+        (Signs(outcome="finished", elsewhere=True), "finished"),
+    ],
+)
+def test_a_state_follows_from_what_is_seen(signs: Signs, word: str) -> None:
+    assert decide(signs).word == word
+    assert bool(decide(signs).note) == (word == "unknown" or (word == "died" and signs.works))
 
 
 def test_a_lock_of_the_scheduler_says_that_a_run_goes_on_and_looking_at_it_does_not_open_it(
@@ -35,6 +54,25 @@ def test_a_lock_of_the_scheduler_says_that_a_run_goes_on_and_looking_at_it_does_
         assert not signs_of(folder).leads
     finally:
         os.close(handle)
+
+
+def test_locks_of_other_files_and_those_that_wait_are_not_taken_for_the_runs(
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "lock").touch()
+    number = (tmp_path / "lock").stat().st_ino
+    lines = [
+        f"1: POSIX  ADVISORY  WRITE 7 fe:00:{number + 1} 0 0",
+        f"2: -> POSIX  ADVISORY  WRITE 7 fe:00:{number} 0 0",
+        f"3: POSIX  ADVISORY  READ 7 fe:00:{number} 0 0",
+        "junk",
+        "",
+    ]
+    assert lock_kinds(tmp_path / "lock", lines) == set()
+    assert lock_kinds(
+        tmp_path / "lock", [*lines, f"4: FLOCK  ADVISORY  WRITE 7 00:1b:{number} 0 EOF"]
+    ) == {"FLOCK"}
+    assert lock_kinds(tmp_path / "gone") == set()
 
 
 def test_a_run_over_hosts_goes_on_while_its_counter_is_raised(made: Path, tmp_path: Path) -> None:
@@ -139,3 +177,13 @@ def test_a_long_file_is_read_from_its_end_until_an_evaluation_stands_there(tmp_p
             file.write(f'{{"step": {step * 9}, "node": "critic"}}\n')
     (run,) = runs_in(tmp_path).runs
     assert (run.steps, run.accuracy) == (TAILS[0] // 500 - 1, 0.125)
+
+
+def test_an_age_is_told_in_one_unit() -> None:
+    assert [ago(at, 1e6) for at in (None, 1e6 + 5, 1e6 - 90, 1e6 - 7200, 1e6 - 86400 * 3)] == [
+        "-",
+        "0 s",
+        "90 s",
+        "2 h",
+        "3 d",
+    ]

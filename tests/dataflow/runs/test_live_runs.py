@@ -16,7 +16,10 @@ from dataflow.runs.listing import runs_in
 
 pytestmark = pytest.mark.slow
 
+
 ROOT = Path(__file__).parent.parent.parent.parent
+
+
 PROGRAM = """
 import sys
 sys.path[:0] = [sys.argv[2], sys.argv[2] + "/tests", sys.argv[2] + "/tests/dataflow/runs"]
@@ -62,4 +65,16 @@ def test_a_live_run_is_looked_at_without_a_trace_and_a_killed_one_has_died(tmp_p
         process.kill()
     (listed,) = runs_in(runs).runs
     assert listed.state.word == "died"
+    assert verify(runs / "latest").clean
+
+
+def test_a_run_that_was_looked_at_all_the_time_ends_as_any_other(tmp_path: Path) -> None:
+    runs = tmp_path / "runs"
+    with started(runs, 40) as process:
+        while process.poll() is None:
+            if (runs / "latest").exists():
+                runs_in(runs)
+                Run(runs / "latest").rollouts(columns=["step"])
+        assert process.returncode == 0
+    assert Run(runs / "latest").state == "finished"
     assert verify(runs / "latest").clean

@@ -13,18 +13,23 @@ from dataflow.errors import RunError
 from dataflow.folder.run_folder import RunFolder
 from dataflow.runs.examples import Examples, examples_of
 from dataflow.runs.parts import rollouts
-from dataflow.runs.report import report
+from dataflow.runs.report import report, write_report
+from dataflow.runs.texts import escaped, visible
 from dataflow.runs.which import parts_of
 
 EVIL = (
     "</pre><script>alert(1)</script><img src=x"
     " onerror=alert(2)>\x1b[31mred\x1b[0m\u202egnp.exe\u2066\u200bz\x00\x7f"
 )
+
+
 EVIL_DRAWING = (
     '<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 9 9" onload="alert(1)">'
     '<script>alert(2)</script><a href="javascript:alert(3)"><text x="1">a</text></a>'
     '<text x="1" onclick="alert(4)">drawn\u202e</text></svg>'
 )
+
+
 VOID = {"meta", "link", "img", "br", "hr", "input", "base"}
 
 
@@ -172,6 +177,30 @@ def test_what_models_prompts_scorers_and_errors_say_is_text(made: Path, tmp_path
     assert "With an error" in shown
 
 
+@pytest.mark.parametrize("left", ["nothing", "graph", "metrics", "torn"])
+def test_a_folder_of_which_little_is_left_has_a_report_too(
+    made: Path, tmp_path: Path, left: str
+) -> None:
+    folder = RunFolder.create(tmp_path, "thin")
+    if left != "nothing":
+        shutil.copy(made / "graph.json", folder.path)
+    if left in ("metrics", "torn"):
+        (folder.path / "metrics.jsonl").write_text(
+            '{"step": 1, "reward_mean": 0.5}\n{"step": 2, "rew'
+        )
+    if left == "torn":
+        (folder.path / "faults.jsonl").write_text('{"worker": null}\n[1]\n{"wor')
+        (folder.path / "config.json").write_text("[]")
+    harmless(report(folder))
+
+
+def test_signs_that_act_are_shown_and_all_others_are_themselves() -> None:
+    assert visible("plain ünïcode 汉字 😀\n\ttab") == "plain ünïcode 汉字 😀\n\ttab"
+    assert visible("\r\x9b\ufeff\u2028\ud800") == "␍‹U+009B›‹U+FEFF›‹U+2028›\ufffd"
+    assert visible("x" * 10, 4) == "xxxx … 6 more characters"
+    assert escaped("<&\"'") == "&lt;&amp;&quot;&#39;"
+
+
 def test_the_best_the_worst_and_some_by_chance_are_chosen_alike_each_time(made: Path) -> None:
     parts = parts_of(RunFolder.open(made)).files
     found, again = examples_of(parts), examples_of(parts)
@@ -186,3 +215,17 @@ def test_the_best_the_worst_and_some_by_chance_are_chosen_alike_each_time(made: 
     assert examples_of(many).files <= 40
     assert isinstance(examples_of([]), Examples)
     assert "no rollouts" in rollouts(Examples())
+
+
+def test_a_report_is_there_whole_or_not(
+    made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from dataflow.runs import report as module
+
+    def fail(*args: object, **how: object) -> str:
+        raise RunError("in the midst of it")
+
+    monkeypatch.setattr(module.parts, "rollouts", fail)
+    with pytest.raises(RunError, match="in the midst"):
+        write_report(RunFolder.open(made), tmp_path / "r.html")
+    assert not list(tmp_path.iterdir())

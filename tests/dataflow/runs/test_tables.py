@@ -14,7 +14,7 @@ from dataflow.errors import RunError
 from dataflow.folder.finished import SealedWriter
 from dataflow.folder.ledger import Ledger
 from dataflow.folder.run_folder import RunFolder, write_arrow
-from dataflow.runs.tables import rollout_batches, rollout_schema
+from dataflow.runs.tables import rollout_batches, rollout_schema, series, table_of
 from dataflow.runs.which import Part, parts_of
 from dataflow.system.files import RunFolderError
 
@@ -71,6 +71,20 @@ def test_a_run_says_how_it_stands_and_has_steps_and_faults(made: Path, tmp_path:
             look("trainr")
     with pytest.raises(RunFolderError, match="no run folder at"):
         Run(tmp_path / "nowhere")
+
+
+def test_a_notebook_shows_the_curves_and_the_graph_of_a_run(made: Path, tmp_path: Path) -> None:
+    copy = RunFolder.open(shutil.copytree(made, tmp_path / "copy"))
+    assert "No step was finished" in Run(copy.path)._repr_html_()
+    for step in range(1, STEPS + 1):
+        copy.append_metrics(
+            {"step": step, "node": "trainer", "loss": 1 / step, "reward_mean": step / 9}
+        )
+    shown = Run(copy.path)._repr_html_()
+    assert shown.count("<svg") == 3, "two curves and the graph"
+    assert "<title>loss</title>" in shown and "<title>reward, mean of a step</title>" in shown
+    assert all(name in shown for name in ("generator", "reward", "trainer", copy.path.name))
+    assert "<script" not in shown and "http:" not in shown.replace("http://www.w3.org/", "")
 
 
 def test_a_step_that_the_ledger_has_not_taken_in_does_not_count(made: Path, tmp_path: Path) -> None:
@@ -139,3 +153,19 @@ def test_files_with_other_columns_make_one_table_and_a_damaged_one_is_named(tmp_
     second.write_bytes(second.read_bytes()[:-30])
     with pytest.raises(RunFolderError, match="is not a whole Arrow file"):
         rollout_schema(parts)
+
+
+def test_figures_of_any_kind_become_columns_and_series() -> None:
+    lines = [
+        {"step": 2, "loss": 1, "dropped": {"stale": 2}, "ok": True, "who": "a", "large": 1 << 70},
+        {"step": 1, "loss": None, "dropped": {}, "ok": None, "more": [1]},
+        {"step": 3, "loss": 0.5},
+    ]
+    table = table_of(lines)
+    assert table.column("loss").to_pylist() == [1.0, None, 0.5]
+    assert table.column("dropped").to_pylist() == ['{"stale": 2}', "{}", None]
+    assert table.column("ok").type == pa.bool_()
+    assert table.column("large").to_pylist()[0] == float(1 << 70)
+    assert series(
+        [*lines, {"step": 4, "loss": float("nan")}, {"step": 3, "loss": 0.25}], "loss"
+    ) == [(2, 1), (3, 0.25)]

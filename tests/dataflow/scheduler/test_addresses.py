@@ -12,7 +12,11 @@ from dataflow.worker.messages import Hello, Moved, WeightLine, Wire
 from .test_scaling import Played, planned
 
 EDGE = "prompts>generator:prompts"
+
+
 HERE = WeightLine(host="a", at={"gloo": "tcp://10.0.0.1:7000"})
+
+
 THERE = WeightLine(host="b", at={"gloo": "tcp://10.0.0.2:7000"})
 
 
@@ -60,6 +64,13 @@ def test_readers_hear_where_the_weights_are_of_a_trainer_that_was_started_elsewh
     again(played, "trainer-0")
     told = moves(hello(played, "trainer-0", THERE))
     assert told == [(f"generator-{replica}", Moved(lines={"trainer": THERE})) for replica in (0, 1)]
+
+
+def test_nobody_is_told_of_a_worker_that_listens_where_it_did() -> None:
+    played = begun()
+    for name in ("trainer-0", "generator-0"):
+        again(played, name)
+        assert moves(hello(played, name)) == []
 
 
 def test_a_reader_that_was_away_while_the_trainer_moved_hears_it_when_it_is_wired() -> None:

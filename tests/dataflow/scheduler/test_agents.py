@@ -20,10 +20,12 @@ from dataflow.agent.messages import (
     Built,
     Bye,
     End,
+    Failed,
     Handed,
     HandedOver,
     HandOver,
     Join,
+    Leaves,
     Notice,
     Pause,
     Paused,
@@ -35,10 +37,12 @@ from dataflow.agent.messages import (
 from dataflow.agent.rendezvous import KEYS_FILE, Rendezvous
 from dataflow.errors import DeadlineError, Replaced, RunError
 from dataflow.scheduler.agents import Agents
-from dataflow.scheduler.host_agent import HostAgent
+from dataflow.scheduler.host_agent import HostAgent, Questions
 from dataflow.system.security import RunKeys
 
 KEYS = RunKeys.make()
+
+
 JOIN = Join(
     name="h1",
     cpus=2,
@@ -48,10 +52,16 @@ JOIN = Join(
     pid=7,
     versions=versions(),
 )
+
+
 BEGIN = Begin(
     launch={"module": "m"}, inputs={}, whereabouts={"control": "tcp://127.0.0.1:1", "commands": ""}
 )
+
+
 BUILT = Built(digest="same", files={"a.py": "1"})
+
+
 DEADLINE_S = 10.0
 
 
@@ -159,6 +169,12 @@ def test_a_worker_is_asked_for_on_its_host_and_events_come_from_there(agents: Ag
         assert (told["name"], told["host"], told["status"]) == ("w-0", "h2", -9)
 
 
+def test_hosts_are_counted_as_people_do(agents: Agents) -> None:
+    with hosts(agents, "h10", "h2", "h1"):
+        agents.assemble(3, DEADLINE_S)
+        assert [host.name for host in agents.hosts] == ["h1", "h2", "h10"]
+
+
 def test_too_few_hosts_are_waited_for_no_longer_than_said_and_those_that_came_are_named(
     agents: Agents,
 ) -> None:
@@ -196,6 +212,16 @@ def test_a_host_with_another_program_is_refused_and_both_are_named(agents: Agent
         with pytest.raises(RunError, match=said):
             agents.build(BEGIN, BUILT, DEADLINE_S)
         until(agents, lambda: second.heard(Refused))
+
+
+def test_a_host_that_cannot_build_or_ends_while_it_does_ends_the_wait_with_its_reason(
+    agents: Agents,
+) -> None:
+    with hosts(agents, "h1") as (agent,):
+        agents.assemble(1, DEADLINE_S)
+        agent.say(Failed("no such file"))
+        with pytest.raises(RunError, match="no such file"):
+            agents.build(BEGIN, BUILT, DEADLINE_S)
 
 
 def test_an_agent_that_its_launcher_has_lost_ends_the_wait(agents: Agents) -> None:
@@ -242,6 +268,14 @@ def test_an_agent_without_the_runs_keys_hears_nothing_and_is_told_why(agents: Ag
     agent.line.close()
 
 
+def test_a_port_that_is_taken_is_named(agents: Agents, tmp_path: Path) -> None:
+    taken = agents.address.removeprefix("tcp://")
+    with pytest.raises(
+        RunError, match=rf"cannot listen for agents at {taken}: Address already in use"
+    ):
+        Agents(taken, KEYS, tmp_path, hang_s=15.0)
+
+
 def test_a_host_whose_agent_is_gone_is_lost_soon_and_once(
     agents: Agents, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -254,6 +288,12 @@ def test_a_host_whose_agent_is_gone_is_lost_soon_and_once(
         assert [(each["name"], each["cause"]) for each in lost] == [
             ("h1", "has lost the connection of its agent")
         ]
+
+
+def test_a_host_that_was_asked_to_end_is_told_of_before_it_does(agents: Agents) -> None:
+    with begun(agents, "h1") as (first,):
+        first.line.say(Leaves())
+        assert told_of(agents, "leaves")[-1]["name"] == "h1"
 
 
 def test_an_agent_that_gave_its_connection_up_after_a_silence_is_awaited() -> None:
@@ -274,6 +314,20 @@ def test_a_host_that_comes_later_builds_too_and_is_told_once_it_has(agents: Agen
         found = told_of(agents, "joined")
         (joined,) = [each for each in found if each["event"] == "joined"]
         assert (joined["name"], joined["host"].cpus, joined["processes"]) == ("h2", 2, {})
+        agent.line.close()
+
+
+def test_one_that_joins_later_is_not_to_reach_a_host_that_is_silent(
+    agents: Agents, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with begun(agents, "h1", "h2") as (first, _):
+        monkeypatch.setattr(sys.modules[HostAgent.__module__], "_LIVE_S", 0.5)
+        until(agents, lambda: not agents._hosts["h2"].lives(time.monotonic()))
+        first.say(Alive())
+        until(agents, lambda: agents._hosts["h1"].lives(time.monotonic()))
+        agent = PlayedAgent(agents, "h3", reach_address="127.0.0.1|3")
+        until(agents, lambda: first.say(Alive()) or agent.heard(Begin))
+        assert set(agent.heard(Begin)[0].reach_addresses) == {"h1", "h3"}
         agent.line.close()
 
 
@@ -315,6 +369,17 @@ def test_a_host_that_is_cleared_is_told_when_its_workers_have_ended(agents: Agen
         agent.say(Notice("exited", "a-0", 5, -9))
         found = told_of(agents, "joined")
         assert next(each["processes"] for each in found if each["event"] == "joined") == {}
+
+
+def test_workers_that_end_before_their_host_is_cleared_are_not_waited_for(agents: Agents) -> None:
+    with begun(agents, "h1") as (agent,):
+        agent.say(agent.join)
+        agent.hands_over(agents, Handed("a-0", 5, settings("h1"), None, alive=True))
+        agent.say(Notice("exited", "a-0", 5, 1))
+        told_of(agents, "exited")
+        agents.clear("h1")
+        found = told_of(agents, "joined")
+        assert [each["processes"] for each in found if each["event"] == "joined"] == [{}]
 
 
 def test_an_answer_from_before_a_process_was_asked_for_says_nothing_and_another_is_asked_for(
@@ -376,6 +441,15 @@ def test_answers_of_a_host_that_has_left_do_not_bring_it_back(agents: Agents) ->
         agent.say(Alive())
         found = told_of(agents, "heard")
         assert [each["event"] for each in found] == ["lost", "heard"]
+
+
+def test_questions_before_a_process_is_asked_for_are_out_of_date() -> None:
+    asked = Questions()
+    assert not asked.is_open
+    first, second = asked.ask(), asked.ask()
+    assert asked.is_open and asked.counts(first) and asked.counts(second)
+    asked.outdate()
+    assert not asked.is_open and not asked.counts(second) and asked.counts(asked.ask())
 
 
 def test_a_pause_returns_once_all_have_said_so_and_waits_for_nobody_too_long(

@@ -13,9 +13,10 @@ import pytest
 from opened import closed, opened
 
 from dataflow import Graph, Model
-from dataflow.errors import RunError, WorkerDied
+from dataflow.errors import DeadlineError, RunError, WorkerDied
 from dataflow.folder.faults import FILE
 from dataflow.folder.run_folder import RunFolder
+from dataflow.limits import Patience
 from dataflow.planning.hosts import Devices
 from dataflow.planning.plan import plan
 from dataflow.scheduler import control
@@ -29,6 +30,7 @@ from dataflow.system.messages import MessageError
 from dataflow.testing import FakeEvaluate, FakeGenerator, FakePrompts, FakeTrainer
 from dataflow.worker.host import Settings
 from dataflow.worker.messages import (
+    ALONE,
     TO_SCHEDULER,
     Bye,
     Confirmed,
@@ -252,6 +254,46 @@ def test_a_worker_that_died_is_started_again_with_the_next_attempt_and_hears_all
     assert run.run.notices == ["worker held_out-0 died (SIGKILL), restarted after 0.2 s"]
 
 
+def test_a_receiver_that_died_is_started_again_for_as_many_senders_as_it_has(play: Any) -> None:
+    run = play().begin()
+    run.exits("generator-0")
+    run.turn()
+    run.restart("generator-0")
+    assert run.server.settings["generator-0"]["senders"] == dict.fromkeys(
+        Play.INLETS["generator"], 1
+    )
+    wire, start = run.to("generator-0")
+    assert wire.addresses == {
+        "generator>trainer:prompts": ["generator>trainer:prompts@trainer-0"],
+        "generator>eval:held_out": ["generator>eval:held_out@eval-0"],
+    }
+    assert start == Start()
+
+
+def test_a_worker_that_failed_is_started_again_once_its_process_is_gone(play: Any) -> None:
+    run = play().begin()
+    run.say("trainer-0", Failed, message="no memory")
+    for _ in range(4):
+        run.turn(1.0)
+        run.all_heartbeats()
+    assert run.server.spawned == [] and run.server.killed == []
+    run.exits("trainer-0", status=1)
+    run.turn()
+    run.all_heartbeats()
+    run.restart("trainer-0")
+    assert run.server.spawned == [("trainer-0", 1)]
+    assert run.faults()[0]["cause"] == "failed: no memory"
+
+
+def test_a_worker_that_failed_and_does_not_end_is_killed(play: Any) -> None:
+    run = play().begin()
+    run.say("trainer-0", Failed, message="no memory")
+    run.turn()
+    run.all_heartbeats()
+    run.turn(6.0)
+    assert run.server.killed == [("trainer-0", signal.SIGKILL)]
+
+
 def test_a_failure_that_a_restart_does_not_mend_ends_the_run_at_once(play: Any) -> None:
     run = play().begin()
     run.say("trainer-0", Failed, message="reward() in mine.py:3 returned nan", lasting=True)
@@ -262,6 +304,18 @@ def test_a_failure_that_a_restart_does_not_mend_ends_the_run_at_once(play: Any) 
     ) as found:
         run.turn()
     assert not isinstance(found.value, WorkerDied) and run.server.spawned == []
+
+
+@pytest.mark.parametrize("said", [{}, {"lasting": False}])
+def test_any_other_failure_is_worth_a_restart(play: Any, said: dict[str, Any]) -> None:
+    run = play().begin()
+    run.say("trainer-0", Failed, message="no memory", **said)
+    run.turn()
+    run.exits("trainer-0", status=1)
+    run.turn()
+    run.all_heartbeats()
+    run.restart("trainer-0")
+    assert run.server.spawned == [("trainer-0", 1)]
 
 
 def test_what_a_worker_said_before_it_ended_is_its_cause_also_when_its_end_is_noticed_first(
@@ -321,6 +375,21 @@ def test_a_worker_that_hangs_or_is_stuck_is_killed_and_started_again_when_it_is_
     assert fault["cause"] == cause and fault["noticed_s"] == pytest.approx(silent_s)
 
 
+def test_the_last_words_of_an_attempt_count_no_more(play: Any) -> None:
+    run = play().begin()
+    run.exits("generator-0")
+    run.turn()
+    run.say("generator-0", Failed, message="too late")
+    run.turn()
+    run.restart("generator-0")
+    run.say("generator-0", Failed, attempt=0, message="too late")
+    run.say("generator-0", Ready, attempt=0)
+    run.heartbeat("generator-0", 7, attempt=0)
+    run.turn()
+    assert run.run.table.workers["generator-0"].life is Life.READY
+    assert run.run.heartbeats["generator-0"]["nodes"] == {}
+
+
 def test_words_for_one_that_is_away_wait_until_it_is_back_and_are_said_once(play: Any) -> None:
     run = play().begin()
     run.exits("prompts-0")
@@ -332,6 +401,90 @@ def test_words_for_one_that_is_away_wait_until_it_is_back_and_are_said_once(play
     run.restart("prompts-0")
     told = [message.message for message in run.to("prompts-0") if isinstance(message, NodeCommand)]
     assert told == [{"pause": False}]
+
+
+def test_sums_of_what_workers_did_do_not_go_backwards(play: Any) -> None:
+    run = play().begin()
+    run.heartbeat("generator-0", 8)
+    run.turn()
+    run.exits("generator-0")
+    run.turn()
+    assert run.run.heartbeats["generator-0"]["member"] == "restarting"
+    assert run.run.heartbeats["generator-0"]["nodes"]["generator"]["rows_in"] == 8
+    run.restart("generator-0")
+    run.heartbeat("generator-0", 3)
+    run.turn()
+    found = run.run.heartbeats["generator-0"]
+    assert (found["member"], found["nodes"]["generator"]["rows_in"]) == ("live", 11)
+    assert found["nodes"]["generator"]["seconds"]["busy"] == 11.0
+
+
+def test_a_replica_that_the_plan_wants_from_a_step_on_has_the_whole_time_of_a_start_to_join(
+    play: Any,
+) -> None:
+    run = play(start_s=50.0).begin()
+    run.run.table.schedule = [(0, {"generator": 2})]
+    run.turn()
+    assert run.server.spawned == [("generator-1", 0)]
+    for _ in range(6):
+        run.all_heartbeats()
+        run.turn(8.0)
+    with pytest.raises(
+        DeadlineError, match=r"waited 50 s for 'generator-1' to join, .* its process to say hello"
+    ):
+        run.turn(8.0)
+
+
+# The end of patience, and ends of the run
+
+
+def test_a_worker_that_fails_again_and_again_ends_the_run_with_every_cause_named(play: Any) -> None:
+    run = play(patience=Patience(of_one=3)).begin()
+    run.exits("generator-0")
+    run.turn()
+    run.restart("generator-0")
+    run.exits("generator-0", status=3)
+    run.turn()
+    run.turn(0.5)
+    run.say("generator-0", Failed, message="no such model")  # at its restart's start
+    run.turn()
+    run.exits("generator-0", status=1)
+    with pytest.raises(WorkerDied) as raised:
+        run.turn()
+    for said in (
+        "'generator-0' failed 3 times",
+        "died (SIGKILL)",
+        "ended with status 3",
+        "failed: no such model",
+    ):
+        assert said in str(raised.value)
+    run.run.close()
+    assert [fault["recovered_s"] is None for fault in run.faults()] == [False, True, True]
+
+
+def test_light_workers_are_asked_for_before_those_that_wait_for_torch(play: Any) -> None:
+    assert play().begin().server.heavy == [False] * 3 + [True] * 2
+
+
+def test_a_worker_that_dies_again_and_again_before_all_were_ready_once_ends_the_run(
+    play: Any,
+) -> None:
+    run = play()
+    run.run._apply(RunBegins())
+    with pytest.raises(
+        WorkerDied, match=r"'generator-0' failed 5 times .*died \(SIGKILL\) \(5 times\)"
+    ):
+        for _ in range(100):
+            run.exits("generator-0")
+            run.turn()
+            run.pass_time(1.0)
+    assert [attempt for name, attempt in run.server.spawned if name == "generator-0"] == [
+        0,
+        1,
+        2,
+        3,
+        4,
+    ]
 
 
 # The end of patience, and ends of the run
@@ -354,6 +507,28 @@ def test_of_what_fails_before_all_were_ready_once_only_a_process_that_died_is_tr
     run.pass_time(1.0)
     run.turn()
     assert run.server.spawned[-1] == ("generator-0", 1)
+
+
+def test_a_worker_that_dies_as_the_run_is_to_end_before_it_began_ends_it(play: Any) -> None:
+    run = play()
+    run.run._apply(RunBegins())
+    run.run.wish_drain()
+    run.exits("generator-0")
+    with pytest.raises(
+        WorkerDied, match=r"'generator-0' \(generator\) died \(SIGKILL\) .*logs/generator-0\.log"
+    ):
+        run.turn()
+        run.turn()
+
+
+def test_a_worker_that_fails_before_all_were_ready_once_ends_the_run_with_its_reason(
+    play: Any,
+) -> None:
+    run = play()
+    run.run._apply(RunBegins())
+    run.say("generator-0", Failed, message="no such model")
+    with pytest.raises(RunError, match="worker 'generator-0' failed: no such model"):
+        run.turn()
 
 
 def test_a_restart_does_not_begin_while_the_run_is_ending(play: Any) -> None:
@@ -385,6 +560,35 @@ def test_a_trainer_that_dies_while_the_run_is_ending_ends_it_and_says_what_is_go
         run.turn()
 
 
+def test_a_trainer_that_was_done_when_it_ended_alone_is_missed_by_nobody(play: Any) -> None:
+    """The scheduler was stopped meanwhile, and hears of all of it at once."""
+    run = play().begin()
+    run.run.wish_drain()
+    run.turn()
+    run.heartbeat("trainer-0", status={"step": 3, "done": 1})
+    run.exits("trainer-0", ALONE)
+    run.turn()
+    assert run.run.table.run.over and run.run.table.workers["trainer-0"].life is Life.GONE
+
+
+def test_a_trainer_that_ended_alone_and_was_not_done_is_started_again(play: Any) -> None:
+    run = play().begin()
+    run.heartbeat("trainer-0", status={"step": 3, "done": 1}, alone=True)
+    run.exits("trainer-0", ALONE)
+    run.turn()
+    run.turn(0.25)
+    assert run.server.spawned == [("trainer-0", 1)] and not run.run.table.run.over
+
+
+def test_a_trainer_that_waits_for_its_restart_when_the_run_is_to_end_ends_it(play: Any) -> None:
+    run = play().begin()
+    run.exits("trainer-0")
+    run.turn()
+    run.run.wish_drain()
+    with pytest.raises(WorkerDied, match=r"'trainer-0' .*died.*its last checkpoint is good"):
+        run.turn()
+
+
 def test_closing_waits_for_nobody_who_has_ended_or_cannot_hear(play: Any) -> None:
     run = play(stop_s=10.0).begin()
 
@@ -401,6 +605,13 @@ def test_closing_waits_for_nobody_who_has_ended_or_cannot_hear(play: Any) -> Non
     assert run.server.closed and run.now - before < 1.0
 
 
+def test_closing_waits_no_longer_than_the_limit_for_one_that_goes_on(play: Any) -> None:
+    run = play(stop_s=10.0).begin()
+    before = run.now
+    run.run.close()
+    assert run.server.closed and 10.0 <= run.now - before < 10.2
+
+
 # Messages that are well formed and mean nothing
 
 REPORT = NodeReport(
@@ -411,6 +622,8 @@ REPORT = NodeReport(
     ended=False,
     blocked=False,
 )
+
+
 JUNK = (
     None,
     -1,
@@ -437,6 +650,14 @@ def mutated(rng: np.random.Generator, value: Any) -> Any:
     if isinstance(value, dict):
         return {name: mutated(rng, each) for name, each in value.items()}
     return value
+
+
+def test_what_several_workers_note_as_they_become_ready_is_told_once(play: Any) -> None:
+    run = play().begin()
+    for name in ("generator-0", "trainer-0"):
+        run.server.received.append(Received(name, Ready(attempt=0, notes=("kernels are off",))))
+    run.turn()
+    assert run.run.notices.count("kernels are off") == 1
 
 
 def test_no_message_of_anybody_raises_through_the_scheduler(play: Any) -> None:

@@ -15,7 +15,7 @@ from dataflow.folder.faults import FILE
 from dataflow.scheduler.control import Limits, Scheduler
 from dataflow.scheduler.events import Drain, Received
 from dataflow.worker.host import Settings
-from dataflow.worker.messages import AddReceivers, Heard, Heartbeat, NodeCommand, Start
+from dataflow.worker.messages import AddReceivers, Heard, Heartbeat, Hello, NodeCommand, Start, Wire
 
 
 @pytest.fixture
@@ -120,6 +120,18 @@ def test_one_that_no_forkserver_ever_saw_is_started_for_the_first_time(begun: Pl
     )
 
 
+def test_workers_that_had_ended_when_all_was_done_are_missed_by_nobody(begun: Play) -> None:
+    left = left_by(begun)
+    left["table"]["run"]["phase"] = "over"
+
+    def change(handed: dict[str, dict[str, Any]]) -> None:
+        for event in handed.values():
+            event |= {"alive": False, "status": 0}
+
+    run = successor(begun, left, change)
+    assert run.table.run.over and set(states(run).values()) == {"gone"}
+
+
 def test_what_is_deferred_is_sent_in_order_once_its_worker_speaks_and_not_to_its_next_attempt(
     begun: Play,
 ) -> None:
@@ -135,6 +147,21 @@ def test_what_is_deferred_is_sent_in_order_once_its_worker_speaks_and_not_to_its
     pause, go_on = (NodeCommand("prompts", {"pause": is_paused}) for is_paused in (True, False))
     assert received == [Start(), pause, drain, go_on]
     assert {name for name, _ in server.sent} == {"prompts-0"}
+
+
+def test_the_next_attempt_is_sent_nothing_that_was_deferred_for_the_one_before(begun: Play) -> None:
+    run = successor(begun, left_by(begun))
+    server: Any = run._server
+    server.events.append(
+        {"event": "exited", "name": "held_out-0", "pid": 1, "status": -signal.SIGKILL}
+    )
+    run.turn(0.0)
+    begun.now += 1.0
+    run.turn(0.0)
+    server.received = [Received("held_out-0", Hello(attempt=1, pid=2, addresses={}))]
+    run.turn(0.0)
+    assert [type(message) for name, message in server.sent if name == "held_out-0"] == [Wire]
+    assert server.spawned == [("held_out-0", 1)]
 
 
 def test_one_that_waits_for_its_restart_waits_no_longer_and_has_failed_once(begun: Play) -> None:

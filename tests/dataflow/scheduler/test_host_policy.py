@@ -4,8 +4,10 @@ what counts.
 
 import dataclasses
 import json
+import signal
 from collections.abc import Sequence
 
+import pytest
 from test_scaling import addresses, planned
 
 from dataflow.errors import DataflowError, DeadlineError, RunError
@@ -23,12 +25,14 @@ from dataflow.scheduler.events import (
     StartWorker,
 )
 from dataflow.scheduler.reducer import reduce
-from dataflow.scheduler.table import Life, Table
+from dataflow.scheduler.table import Life, Membership, Table
 from dataflow.system.files import to_json
 from dataflow.worker import messages
 from dataflow.worker.messages import Moved, Start, Wire
 
 A, B, C = (Host(name=name, cpus=4, gpus=2) for name in "abc")
+
+
 SITS = {
     "prompts-0": "a",
     "reward-0": "a",
@@ -37,7 +41,11 @@ SITS = {
     "generator-1": "b",
     "stage-0": "b",
 }
+
+
 GPUS = {"generator": (0, 2), "trainer": (1,)}
+
+
 LIMITS = Limits(hang_s=10.0, host_s=60.0, patience=Patience(first_s=0.0, of_one=3))
 
 
@@ -152,6 +160,12 @@ def test_a_host_that_was_silent_for_less_than_the_limit_has_lost_nothing() -> No
     run = Run()
     assert run.tick(9.0, "a") == run.tick(20.0, "a", "b") == []
     assert all(record.attempt == 0 for record in run.table)
+
+
+def test_whoever_was_stopped_himself_blames_no_host() -> None:
+    run = Run()
+    run.now += 1000.0
+    assert run.tick(0.0) == [] and run.tick(9.0) == []
 
 
 def test_no_word_of_a_lost_host_counts_any_more() -> None:
@@ -302,6 +316,40 @@ def test_an_agent_that_finds_its_scheduler_again_tells_of_ends_that_nobody_heard
     assert run.table.workers["stage-0"].life is Life.READY
 
 
+def test_a_leaver_that_was_told_to_stop_has_left_with_its_host() -> None:
+    run = Run()
+    run.table.workers["generator-1"].membership = Membership.STOPPING
+    run.take(HostLost("b", "has ended its agent"))
+    assert run.table.workers["generator-1"].membership is Membership.LEFT
+    assert spawned(run.tick(0.0, "a")) == ["stage-0"]
+
+
+def test_a_newcomer_gets_the_accelerators_of_one_host_that_lives() -> None:
+    run = Run((A, B, C))
+    assert seating.room_for(run.table, "generator") == ("b", (3,))
+    run.take(HostLost("b", "has ended its agent"))
+    assert seating.room_for(run.table, "generator") == ("c", (4,))
+
+
+@pytest.mark.parametrize("life", [Life.FORKED, Life.STARTING, Life.DYING])
+def test_one_that_is_on_its_way_or_dying_falls_with_its_host_and_is_killed_by_nobody(
+    life: Life,
+) -> None:
+    run = Run((A, B, C))
+    record = run.table.workers["generator-1"]
+    record.life, record.dying_since = life, run.now
+    found = run.tick(11.0, "a", "c")
+    assert "generator-1" in spawned(found) and record.host == "c"
+    killed = [
+        command
+        for command in found
+        if isinstance(command, events.Signal) and command.number == signal.SIGKILL
+    ]
+    assert [command.to for command in killed] == (["generator-1"] if life is Life.DYING else []), (
+        "at its old host"
+    )
+
+
 def test_who_keeps_what_no_other_host_sees_waits_for_its_own_and_others_go_elsewhere() -> None:
     own = [dataclasses.replace(host, own_folder=True) for host in (A, B)]
     run = Run([*own, C])
@@ -379,6 +427,31 @@ def test_a_moved_worker_goes_back_once_its_planned_host_has_been_well_for_a_whil
     for name in killed:
         run.back(name)
     assert run.tick(60.0, "a", "b", "c") == [], "all are where the plan has them"
+
+
+def test_nobody_goes_back_where_what_it_had_is_anothers_or_before_all_are_at_work() -> None:
+    run = moved()
+    newcomer = dataclasses.replace(
+        run.table.workers["generator-0"], name="generator-2", replica=2, host="b", gpus=(2,)
+    )
+    run.table.add(newcomer)
+    assert [
+        each.to for each in run.tick(10.0, "a", "b", "c") if isinstance(each, events.Signal)
+    ] == ["stage-0"]
+    run = moved()
+    run.table.workers["trainer-0"].die("is dying", run.now)
+    assert not [
+        each
+        for each in run.tick(10.0, "a", "b", "c")
+        if getattr(each, "to", "") in ("generator-1", "stage-0")
+    ]
+
+
+def test_one_that_dies_elsewhere_starts_where_the_plan_has_it() -> None:
+    run = moved()
+    run.take(events.ProcessEvent("generator-1", "exited", -9, host="c"))
+    assert spawned(run.tick(1.0, "a", "b", "c")) == ["generator-1"]
+    assert run.table.workers["generator-1"].host == "b" and run.table.workers["stage-0"].host == "c"
 
 
 def test_what_an_earlier_attempt_says_or_any_on_another_host_counts_nowhere() -> None:

@@ -102,6 +102,32 @@ def points_at(folder: RunFolder, place: Path | str) -> None:
     folder.write_json(CONTROL, {"address": f"ipc://{place}/commands", "pid": 1})
 
 
+@pytest.mark.parametrize(
+    "control",
+    [
+        ["no", "map"],
+        {},
+        *(
+            {"address": each}
+            for each in (
+                "",
+                "ipc:///dev/shm/commands",
+                "tcp://127.0.0.1:5555",
+                None,
+                7,
+                "ipc://\0/commands",
+            )
+        ),
+    ],
+)
+def test_nothing_is_removed_where_the_run_folder_names_nothing(
+    tmp_path: Path, memory: Path, control: object
+) -> None:
+    folder, place = killed(tmp_path, memory)
+    folder.write_json(CONTROL, control)
+    assert not clear(folder) and place.exists()
+
+
 def elsewhere(place: Path, mine: RunFolder) -> Path:
     """A folder that looks like a run's in every way, in a place where runs make none."""
     made = place.parent.parent / f"{place.parent.name}-else" / place.name
@@ -187,6 +213,12 @@ def test_what_another_user_made_is_not_removed(
         patch.setattr(os, "getuid", lambda uid=os.getuid(): uid + 1)
         assert not clear(folder)
     assert place.exists() and clear(folder)
+
+
+def test_a_run_folder_that_was_moved_is_still_the_same(tmp_path: Path, memory: Path) -> None:
+    folder, place = killed(tmp_path, memory)
+    moved = RunFolder(folder.path.rename(tmp_path / "moved"))
+    assert clear(moved) and not place.exists()
 
 
 def test_workers_are_taken_over_only_where_the_run_itself_put_them(

@@ -63,6 +63,14 @@ def scene(tmp_path: Path) -> Scene:
     return Scene(tmp_path)
 
 
+def test_what_a_node_notices_is_told_once(scene: Scene) -> None:
+    noticed = beat("live", 10, 0.0)
+    noticed["nodes"]["generator"]["status"]["notice"] = "most turns are none"
+    for at_s, all_0 in ((0.0, beat("live", 10, 0.0)), (1.0, noticed), (2.0, noticed)):
+        scene.note(at_s, all_0=all_0)
+    assert scene.watch.notices == ["'generator': most turns are none"]
+
+
 def test_of_nodes_that_share_devices_it_tells_who_sleeps_and_who_waits_for_whom(
     tmp_path: Path,
 ) -> None:
@@ -148,6 +156,14 @@ def test_those_at_work_are_counted_and_those_on_their_way_are_noted(scene: Scene
     assert (scene.generator.replicas, scene.generator.note) == (1, "4 rollouts, v3")
 
 
+def test_failures_are_noted_by_cause_over_all_replicas_and_attempts(scene: Scene) -> None:
+    one, other = beat("live", 10, 1.0), beat("live", 20, 2.0)
+    one["nodes"]["generator"]["status"] |= {"failed": 3, "failed_hung": 2, "failed_raised": 1}
+    other["nodes"]["generator"]["status"] |= {"failed": 2, "failed_hung": 2, "retried": 4}
+    scene.note(0.0, generator_0=one, generator_1=other)
+    assert scene.generator.note == "8 rollouts, v3, 5 failed (4 hung, 1 raised), 4 tried again"
+
+
 def test_what_a_replica_did_before_it_left_still_counts_and_its_end_is_not_the_node_s(
     scene: Scene,
 ) -> None:
@@ -158,6 +174,30 @@ def test_what_a_replica_did_before_it_left_still_counts_and_its_end_is_not_the_n
     )
     assert scene.generator.rate == pytest.approx(15.0)
     assert scene.generator.state != "ended"
+
+
+def test_a_node_is_busy_as_its_replicas_are_on_the_mean_however_many_there_were(
+    scene: Scene,
+) -> None:
+    """Three at work all the time for two seconds, then one for another two: busy for four seconds,
+    not for eight.
+    """
+    everyone = {f"generator_{number}": beat("live", 0, 0.0) for number in range(3)}
+    scene.note(0.0, **everyone)
+    scene.note(2.0, **{name: beat("live", 0, 2.0) for name in everyone})
+    left = {name: beat("left", 0, 2.0, ended=True) for name in ("generator_1", "generator_2")}
+    scene.note(4.0, generator_0=beat("live", 0, 4.0), **left)
+    assert scene.watch.busy_seconds["generator"] == pytest.approx(4.0)
+
+
+def test_what_a_node_s_own_processes_have_of_its_work_is_counted_like_it(scene: Scene) -> None:
+    for at in (0.0, 2.0):
+        told = {"generator_0": beat("live", 0, at), "generator_1": beat("live", 0, at)}
+        for each in told.values():
+            each["nodes"]["generator"]["seconds"]["beside"] = at / 2
+        scene.note(at, **told)
+    assert scene.watch.busy_seconds["generator"] == pytest.approx(2.0)
+    assert scene.watch.beside_seconds["generator"] == pytest.approx(1.0)
 
 
 def test_a_node_whose_worker_is_away_is_told_as_restarting(scene: Scene) -> None:
@@ -208,3 +248,16 @@ def test_it_holds_as_much_after_many_steps_as_after_few(scene: Scene) -> None:
     )
     curve = scene.watch.curve()
     assert len(curve) == 1100 and curve[0] == {"step": 1, "reward_mean": 0.1}
+
+
+def test_a_line_that_is_being_written_is_read_once_it_is_whole(scene: Scene) -> None:
+    scene.folder.append_metrics({"step": 1, "loss": 0.5, "groups": 2})
+    with scene.folder.metrics.open("a") as stream:
+        stream.write('{"step": 2, "loss": 0.5, ')
+        stream.flush()
+        scene.note(0.0)
+        assert scene.watch.snapshot().step == 1
+        stream.write('"groups": 2}\n')
+    scene.note(1.0)
+    scene.note(2.0)
+    assert (scene.watch.snapshot().step, scene.watch.snapshot().groups["trained"]) == (2, 4)

@@ -84,6 +84,14 @@ def test_a_worker_with_which_the_run_made_progress_begins_again_with_the_shortes
         fails.progressed(progress, died + 5.0)
 
 
+def test_a_worker_that_is_not_at_work_again_has_not_been_quiet() -> None:
+    fails = Recovery(Patience(first_s=1.0, quiet_s=10.0))
+    fails.died("a", "died", 0.0)
+    assert fails.due(1.0) == [("a", 1)]
+    fails.died("a", "was not ready", 100.0)
+    assert fails.due(101.5) == [] and fails.due(102.0) == [("a", 2)]
+
+
 def test_a_worker_that_fails_again_and_again_is_hopeless_with_every_cause_named() -> None:
     fails = Recovery(Patience(of_one=3))
     for number, cause in enumerate(("died (SIGKILL)", "failed: no memory", "died (SIGKILL)")):
@@ -110,6 +118,14 @@ def test_progress_in_between_gives_new_hope_and_progress_made_again_does_not() -
             fails.progressed(step, 10.0 * number + 6)
         hopes.append(fails.hopeless is None)
     assert hopes == [True, False]
+
+
+def test_failures_of_long_ago_count_no_more() -> None:
+    fails = Recovery(Patience(of_one=2, of_one_s=100.0))
+    for number in range(5):
+        fails.died("a", "died", 101.0 * number)
+        fails.due(101.0 * number + 50)
+    assert fails.hopeless is None
 
 
 def test_too_many_failures_of_all_workers_end_the_run_though_it_makes_progress() -> None:
@@ -197,6 +213,19 @@ def test_a_worker_that_only_dies_ends_the_run_at_the_set_number_whatever_the_tim
         assert fails.due(now) == ([("a", number + 1)] if number < 4 else [])
         fails.recovered("a", now)
     assert fails.hopeless is not None
+
+
+def test_what_a_restart_does_not_mend_is_told_with_what_the_worker_died_of_before() -> None:
+    fails = Recovery(Patience())
+    fails.died("b", "died (SIGTERM)", 0.0)
+    fails.died("a", "died (SIGKILL)", 0.0)
+    fails.due(30.0)
+    fails.died("a", "failed: the model is gone", 31.0, lasting=True)
+    assert (
+        fails.hopeless
+        == "worker 'a' failed: the model is gone; a restart would not mend that (before that: 'a'"
+        " died (SIGKILL)); see logs/a.log"
+    )
 
 
 def test_what_a_restart_does_not_mend_is_hopeless_the_first_time() -> None:

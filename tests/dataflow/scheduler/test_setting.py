@@ -3,6 +3,7 @@ clock is moved.
 """
 
 import json
+import re
 import signal
 from pathlib import Path
 from typing import Any
@@ -15,12 +16,13 @@ from dataflow import scorer
 from dataflow.folder.live_changes import KnobChange, Swap
 from dataflow.planning.hosts import Devices
 from dataflow.planning.plan import plan
-from dataflow.scheduler.control import WRITTEN_S
+from dataflow.scheduler.control import BOUNDARY_S, WRITTEN_S
 from dataflow.scheduler.requests import (
     CheckpointKept,
     KeepCheckpoint,
     KnobsSet,
     Refused,
+    Reply,
     SetKnobs,
     Swapped,
 )
@@ -95,6 +97,23 @@ def test_what_does_not_fit_is_refused_and_nobody_hears_of_it(live: Swapping) -> 
     assert live.run.table.changes == []
 
 
+def test_a_boundary_that_does_not_come_is_told_and_the_change_stays(live: Swapping) -> None:
+    wish(live, trainer__lr=0.5)
+    goes_by(live, 1, "trainer-0")
+    live.turn(BOUNDARY_S / 2)
+    live.all_heartbeats()
+    goes_by(live, 1, "trainer-0")
+    live.turn(BOUNDARY_S / 2 + 0.1)
+    replies: list[Reply] = live.replies
+    assert replies == [
+        KnobsSet(
+            "trainer.lr = 0.5 is taken in, and counts with ['trainer-0'] at the next boundary,"
+            " which has not come yet"
+        )
+    ]
+    assert len(live.run.table.changes) == 1
+
+
 def test_a_worker_that_starts_again_begins_with_the_values_in_force_and_hears_of_later_ones(
     live: Swapping,
 ) -> None:
@@ -145,6 +164,26 @@ def test_a_knob_of_an_operator_that_was_swapped_in_is_set_and_its_worker_starts_
     live.restart("reward-0", 0.0)
     wish(live, reward__weight=2.5)
     assert [each.was for each in live.run.table.changes] == [1.5, 2.0]
+
+
+@pytest.mark.parametrize(
+    ("wishes", "why"),
+    [
+        (
+            {"reward__weight": "much"},
+            "'reward' has weight=1.5 and cannot take 'much'; give a number",
+        ),
+        ({"reward__scale": 2.0}, "'reward.scale' is no knob .*these may: reward.weight = 1.5"),
+    ],
+)
+def test_what_an_operator_that_was_swapped_in_does_not_take_is_refused(
+    live: Swapping, wishes: dict[str, Any], why: str
+) -> None:
+    swapped_in(live)
+    wish(live, **wishes)
+    (reply,) = live.replies
+    assert isinstance(reply, Refused) and re.search(why, reply.error), reply
+    assert live.run.table.changes == []
 
 
 def test_what_was_set_of_an_operator_goes_with_it_and_is_no_knob_of_the_next(

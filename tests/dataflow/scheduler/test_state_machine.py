@@ -44,6 +44,19 @@ def test_training_waits_for_the_first_evaluation() -> None:
     assert c.phase == "training"
 
 
+def test_what_workers_say_before_the_start_does_not_skip_the_first_evaluation() -> None:
+    c = run()
+    assert said(c.hear("trainer", {"step": 0})) == []
+    assert said(c.start()) == [("prompts", {"pause": True}), ("held_out", {"evaluate": 0})]
+
+
+def test_groups_that_were_dropped_before_the_start_are_told_to_the_source_at_the_start() -> None:
+    c = run(every_steps=None)
+    # a run that goes on; the source is not ready, and does not hear it
+    c.hear("trainer", {"step": 3, "dropped": 2})
+    assert ("prompts", {"dropped": 2}) in said(c.start())
+
+
 def test_rounds_come_when_their_step_comes_and_one_at_a_time() -> None:
     c = run()
     c.start()
@@ -76,11 +89,28 @@ def test_a_round_still_running_at_the_end_is_followed_by_the_last_one() -> None:
     assert c.over
 
 
+def test_the_last_step_is_not_evaluated_twice() -> None:
+    c = run()
+    c.start()
+    c.hear("eval", {"round": 0})
+    assert said(c.hear("trainer", {"step": 10})) == [("held_out", {"evaluate": 10})]
+    assert said(c.hear("eval", {"round": 10})) == []
+    assert said(c.hear("trainer", {"step": 10, "done": 1})) == []
+    assert c.over
+
+
 def test_without_evaluation_training_starts_at_once_and_ends_with_the_trainer() -> None:
     c = run(every_steps=None)
     assert said(c.start()) == [("prompts", {"pause": False})]
     c.hear("trainer", {"step": 3, "done": 1})
     assert c.over
+
+
+def test_dropped_groups_are_told_to_the_source_once() -> None:
+    c = run(every_steps=None)
+    c.start()
+    assert said(c.hear("trainer", {"step": 1, "dropped": 2})) == [("prompts", {"dropped": 2})]
+    assert said(c.hear("trainer", {"step": 1, "dropped": 2})) == []
 
 
 def test_draining_stops_sources_and_trainers_and_skips_the_last_evaluation() -> None:
@@ -100,6 +130,14 @@ def test_a_graph_without_trainer_is_over_when_its_sinks_have_ended() -> None:
     c.start()
     assert not c.over
     c.ended("sink")
+    assert c.over
+
+
+def test_a_run_that_was_stopped_before_it_began_stays_over() -> None:
+    c = run()
+    c.drain()
+    assert c.over
+    assert c.start() == []
     assert c.over
 
 

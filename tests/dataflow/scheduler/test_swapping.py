@@ -23,17 +23,23 @@ from dataflow.scheduler.control import Limits, Scheduler
 from dataflow.scheduler.control_server import Client
 from dataflow.scheduler.events import Drain, Received
 from dataflow.scheduler.requests import Refused, Reply, SwapNode, Swapped
-from dataflow.scheduler.swap_requests import LAST_WORD_S
+from dataflow.scheduler.swap_requests import LAST_WORD_S, READY_S
 from dataflow.scheduler.table import Life, Table
 from dataflow.settable import RESTART, Settable
 from dataflow.testing import FakeEvaluate, FakeGenerator, FakePrompts, FakeTrainer
 from dataflow.worker.host import Settings
-from dataflow.worker.messages import Failed, Tried
+from dataflow.worker.messages import Failed, Heartbeat, Tried
 from dataflow.worker.swapped import TRIAL_S
 
 SOMEBODY = Client(b"somebody")
+
+
 STRICT = "rewards:strict"
+
+
 KNOBS = {"weight": Settable(value=1.5, at=RESTART, kind=float).to_plain()}
+
+
 """Of the operator there."""
 
 
@@ -193,6 +199,21 @@ def test_a_module_that_ends_its_process_is_refused(live: Swapping) -> None:
     )
 
 
+def test_the_last_word_of_a_trial_counts_though_its_end_was_heard_before(live: Swapping) -> None:
+    live.ask()
+    live.exits(live.trial, 0)
+    live.turn()
+    live.answers()
+    assert live.server.killed == [("reward-0", signal.SIGKILL)]
+
+
+def test_a_trials_heartbeats_are_no_workers(live: Swapping) -> None:
+    live.ask()
+    live.server.received.append(Received(live.trial, Heartbeat(attempt=0, nodes={})))
+    live.turn()
+    assert live.server.refused == []
+
+
 def test_a_worker_that_cannot_start_with_it_is_started_with_the_one_before(live: Swapping) -> None:
     live.ask()
     live.answers()
@@ -215,6 +236,30 @@ def test_a_worker_that_cannot_start_with_it_is_started_with_the_one_before(live:
     assert has_no_faults(live) and live.run.table.hopeless is None
 
 
+def test_a_worker_that_is_killed_while_it_starts_with_it_is_started_with_it_again(
+    live: Swapping,
+) -> None:
+    live.ask()
+    live.answers()
+    for _ in range(2):
+        live.exits("reward-0")
+        live.turn()
+        live.turn(0.5)
+    assert live.server.spawned[-1] == ("reward-0", 2) and live.told("reward-0") == [STRICT]
+    live.restart("reward-0", 0.0)
+    assert [fault["cause"] for fault in live.faults()] == ["died (SIGKILL)"], (
+        "the second death was none of a swap"
+    )
+    live.exits("reward-0")
+    live.turn()
+    live.turn(0.5)
+    assert live.told("reward-0") == [STRICT], "so is every later one"
+    live.exits("generator-0")
+    live.turn()
+    live.turn(0.5)
+    assert live.told("generator-0") == []
+
+
 def test_two_swaps_at_once_are_refused(live: Swapping) -> None:
     live.ask()
     live.ask()
@@ -224,6 +269,14 @@ def test_two_swaps_at_once_are_refused(live: Swapping) -> None:
     live.answers()
     live.ask()
     assert "is just being started with another operator" in live.replies[-1].error  # type: ignore[union-attr]
+
+
+def test_who_asks_is_told_when_the_worker_takes_long_to_start(live: Swapping) -> None:
+    live.ask()
+    live.answers()
+    live.turn(READY_S + 0.1)
+    (reply,) = live.replies
+    assert isinstance(reply, Swapped) and "has not started within 20 s" in reply.text
 
 
 @pytest.mark.parametrize(

@@ -57,6 +57,15 @@ def test_sums_of_a_worker_never_go_backwards_over_its_attempts() -> None:
     assert seen[-1]["status"]["tokens"] == 270
 
 
+def test_how_things_stand_is_what_the_attempt_under_way_says() -> None:
+    found = together(together({}, heartbeat(5, 1.0, ended=True)), heartbeat(1, 1.0))["nodes"][
+        "node"
+    ]
+    assert (found["status"]["queue"], found["ended"], found["blocked"]) == (3, False, True)
+    away = together(together({}, heartbeat(5, 1.0, ended=True)), None)["nodes"]["node"]
+    assert (away["rows_in"], away["ended"], away["blocked"]) == (5, False, False)
+
+
 def test_failures_of_an_attempt_count_by_cause_after_it() -> None:
     first, second = heartbeat(5, 1.0), heartbeat(1, 1.0)
     first.nodes["node"].status.update({"failed": 3, "failed_hung": 3, "retried": 1})
@@ -70,6 +79,16 @@ def test_failures_of_an_attempt_count_by_cause_after_it() -> None:
         "failed_raised": 1,
         "retried": 1,
     }
+
+
+@pytest.mark.parametrize(
+    "key", ["does_not_apply", "decode_steps", "decode_16_rollouts", "decode_16_s"]
+)
+def test_what_each_process_counts_from_0_is_added_up_over_attempts(key: str) -> None:
+    first, second = heartbeat(5, 1.0), heartbeat(1, 1.0)
+    first.nodes["node"].status[key] = 5
+    second.nodes["node"].status[key] = 2
+    assert together(together({}, first), second)["nodes"]["node"]["status"][key] == 7
 
 
 @pytest.mark.parametrize(
@@ -118,6 +137,13 @@ def test_a_worker_is_killed_when_it_is_silent_or_stuck_for_too_long_in_the_life_
 ) -> None:
     found = overdue(table(begun=True), record, now)
     assert found is None if said is None else found is not None and said in found
+
+
+def test_a_restart_has_the_deadline_of_a_start() -> None:
+    record = worker(attempt=1)
+    record.fork(50.0)
+    assert overdue(table(begun=True), record, 349.0) is None
+    assert "not ready within 300 s" in (overdue(table(begun=True), record, 351.0) or "")
 
 
 def test_a_table_survives_its_encoding_but_for_what_is_of_this_scheduler_alone() -> None:
@@ -230,3 +256,8 @@ def test_a_disk_that_refuses_a_line_is_told_and_ends_nothing(tmp_path: Path) -> 
     faults.noticed("a-0", "died (SIGKILL)", 1, heard_at=0.0)
     faults.close()
     assert len(said) == 2, "one word for each file"
+
+
+def test_a_run_without_faults_has_no_restarts_and_no_book(tmp_path: Path) -> None:
+    Faults(str(tmp_path), lambda: 0.0, []).close()
+    assert restarts(tmp_path) == 0 and not (tmp_path / FILE).exists()

@@ -123,6 +123,20 @@ def test_a_call_that_waits_for_its_owner_is_not_late() -> None:
         assert made.restarts == 0
 
 
+@pytest.mark.parametrize(
+    ("word", "failure"),
+    [
+        ("hang", "hung: no answer within 0.3 s"),
+        ("block", "hung: no answer within 0.3 s"),
+        ("raise", "bad"),
+    ],
+)
+def test_a_call_that_fails_after_an_answer_fails_alone(word: str, failure: str) -> None:
+    with pool() as made:
+        got = conversed(made, ["a", word, "b"], lambda asked: b".")
+        assert got == {"a": b"...", "b": b"...", word: failure}
+
+
 def test_calls_of_a_process_that_died_ask_again_from_their_first_question() -> None:
     """The one to blame is found, and the others go on; none hears an answer to a question of its
     earlier life.
@@ -154,6 +168,16 @@ def test_who_ends_or_blocks_its_process_beside_others_is_found_at_once(
         assert failure in str(got.pop(f"meet and {end}"))
         assert got == dict.fromkeys(words[1:], b"...")
         assert made.restarts == 1
+
+
+def test_who_asks_no_more_hears_nothing() -> None:
+    with pool() as made:
+        questions: list[Asked] = []
+        got = conversed(made, ["a"], lambda asked: questions.append(asked) or b".")  # type: ignore[func-returns-value]
+        for question in questions:
+            made.tell(question, b"late")
+        assert got == {"a": b"..."}
+        assert conversed(made, ["b"], lambda asked: b"-") == {"b": b"---"}
 
 
 def test_calls_under_way_give_back_what_they_hold_when_their_pool_closes(tmp_path: Path) -> None:

@@ -22,8 +22,13 @@ from dataflow.scoring.pool import Answer, CallChunk, CallRange, Pool, pieces_of
 
 pytestmark = pytest.mark.usefixtures("forked")
 
+
 MEETING = threading.Barrier(4)
+
+
 LATE = "hung: no answer within 0.2 s"
+
+
 KINDS = {
     "one": {},
     "processes": {"processes": 2},
@@ -181,10 +186,22 @@ def test_a_call_fails_by_its_own_fault_and_no_other_does(kind: str, word: str) -
         assert answers(made, ["after"]) == ["after"]
 
 
+def test_a_call_that_stops_its_process_is_late() -> None:
+    with pool() as made:
+        assert answers(made, ["a", "stop", "b"]) == ["a", LATE, "b"]
+
+
 def test_a_process_that_somebody_stopped_is_let_go_on_with_its_calls() -> None:
     with pool(timeout_s=30.0) as made:
         assert answers(made, ["a", "stop", "b"]) == ["a", "stop", "b"]
         assert made.restarts == 0
+
+
+def test_a_server_that_somebody_stopped_is_let_go_on() -> None:
+    with pool(timeout_s=30.0) as made:
+        os.kill(made.pids[0], signal.SIGSTOP)
+        assert answers(made, ["a", "exit", "b"])[::2] == ["a", "b"]
+        assert made.restarts == 1, "of the process, not of the server"
 
 
 def test_a_call_that_eats_memory_is_ended_and_named() -> None:
@@ -209,6 +226,13 @@ def test_a_call_that_closes_every_file_is_found_among_others() -> None:
 def test_a_blocked_event_loop_is_ended_like_any_other_call() -> None:
     with pool("tasks") as made:
         assert answers(made, ["a", "block", "b"]) == ["a", LATE, "b"]
+
+
+@pytest.mark.parametrize("kind", ["threads", "tasks"])
+def test_calls_of_one_process_are_made_at_the_same_time(kind: str) -> None:
+    with pool(kind, timeout_s=20.0) as made:
+        assert answers(made, ["meet"] * 8) == ["meet"] * 8
+        assert made.restarts == 0
 
 
 def test_a_task_that_hangs_leaves_its_process_and_the_others_alone() -> None:
@@ -237,6 +261,14 @@ def test_a_process_killed_from_outside_costs_no_call() -> None:
         os.kill(made.pids[1], signal.SIGKILL)
         got = _drain(made)
     assert sorted(got, key=int) == words
+
+
+def test_a_server_killed_from_outside_costs_no_call() -> None:
+    with pool("processes", timeout_s=20.0) as made:
+        submit(made, [str(number) for number in range(20_000)])
+        os.kill(made.pids[0], signal.SIGKILL)
+        assert sorted(_drain(made), key=int) == [str(number) for number in range(20_000)]
+        assert made.restarts == 1
 
 
 def test_an_end_of_a_process_that_nobody_has_said_started_is_told_by_the_server() -> None:
@@ -268,6 +300,18 @@ def _drain(made: Pool) -> list[Any]:
     return got
 
 
+def test_several_processes_share_the_calls() -> None:
+    with pool("processes", timeout_s=20.0) as made:
+        submit(made, ["pid"] * 500)
+        assert len(set(_drain(made))) == 2
+
+
+def test_a_payload_larger_than_the_wire_holds_arrives_whole() -> None:
+    words = ["x" * 3_000_000, "y" * 2_000_000]
+    with pool(timeout_s=20.0, memory_mb=None) as made:
+        assert answers(made, words) == words
+
+
 def test_prints_go_where_the_worker_prints_and_break_nothing(
     capfd: pytest.CaptureFixture[str],
 ) -> None:
@@ -288,6 +332,12 @@ def test_a_payload_that_cannot_be_decoded_fails_its_calls() -> None:
                 assert all("UnicodeDecodeError" in text for text in answer.failures.values())
 
 
+def test_a_job_without_calls_is_over_at_once() -> None:
+    with pool() as made:
+        made.submit(0, lambda start, stop: b"")
+        assert made.open_calls == 0
+
+
 def test_closing_leaves_no_process() -> None:
     with pool("processes") as made:
         answers(made, ["a"] * 20)
@@ -296,6 +346,12 @@ def test_closing_leaves_no_process() -> None:
             made.poll()
         pids = made.pids
     assert not any(psutil.pid_exists(pid) for pid in pids)
+
+
+def test_what_a_hung_call_started_ends_with_it(tmp_path: Path) -> None:
+    with pool(timeout_s=0.4) as made:
+        assert answers(made, [f"child:{tmp_path / 'pid'}"]) == [LATE.replace("0.2", "0.4")]
+    _wait_until_gone([int((tmp_path / "pid").read_text())])
 
 
 ORPHAN = """

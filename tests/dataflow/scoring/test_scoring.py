@@ -18,14 +18,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from rigs.columns import check_columns, whole
 
-from dataflow.errors import WorldFailed
+from dataflow.errors import RecordError, WorldFailed
 from dataflow.records import COMPLETION, ERROR, GROUP_ID, ROLLOUT_ID, TOKENS, Array
 from dataflow.runtime import Batch, Context
 from dataflow.scorer import Scorer, scorer
 from dataflow.scoring.failure import RolloutFailure
 from dataflow.scoring.pool import Answer, Encode
 from dataflow.scoring.runtime import Scoring
+from dataflow.scoring.signature import Noted
 from dataflow.scoring.values import pack
+
+
+def f_float(x: str) -> float:
+    return 1.0
 
 
 def reward(completion: str, answer: str, bonus: float = 0.0) -> float:
@@ -158,6 +163,21 @@ def test_rows_that_failed_before_are_passed_on_unscored(isolate: bool) -> None:
     assert scored.column(ERROR).to_pylist() == [None, "generator: no room", None]
 
 
+def test_a_group_function_sees_the_good_rows_alone(isolate: bool) -> None:
+    def share(reward: Array, completion: list[str]) -> Array:
+        return np.asarray(reward / reward.sum() + 10 * len(completion))
+
+    records = rows(
+        ["a", "b", "c", "d", "e", "f"],
+        3,
+        reward=pa.array([1.0, None, 3.0, None, None, None]),
+        **{ERROR: pa.array([None, "x", None, "y", "y", "y"], pa.string())},
+    )
+    scored = score(scorer(per="group", isolate=isolate)(share), records)
+    assert scored.column("share").to_pylist() == [20.25, None, 20.75, None, None, None]
+    assert scored.column(ERROR).to_pylist() == [None, "x", None, "y", "y", "y"]
+
+
 def test_a_group_that_fails_fails_whole_and_alone(isolate: bool) -> None:
     def credit(reward: Array) -> Any:
         if reward[0] == 0:
@@ -188,6 +208,15 @@ def test_a_group_that_fails_fails_whole_and_alone(isolate: bool) -> None:
     assert errors[6] == "credit: unusable: returned 1 values for 2 rows; return one for each"
 
 
+def test_one_number_may_stand_for_a_group() -> None:
+    def mean(reward: Array) -> float:
+        return float(reward.mean())
+
+    records = rows(["x"] * 4, 2, reward=pa.array([1.0, 3.0, 5.0, 7.0]))
+    scored = score(scorer(per="group", isolate=False)(mean), records)
+    assert scored.column("mean").to_pylist() == [2.0, 2.0, 6.0, 6.0]
+
+
 def test_numbers_per_token_travel_as_ragged_columns(isolate: bool) -> None:
     def halves(tokens: Array) -> Array:
         tokens += 1
@@ -207,6 +236,20 @@ def test_numbers_per_token_travel_as_ragged_columns(isolate: bool) -> None:
 
     scored = score(scorer(per="group", isolate=isolate)(relative), records)
     assert scored.column("relative").to_pylist() == [[], [-1.0], [-3.0, -2.0], [-3.0, -2.0, -1.0]]
+
+
+@pytest.mark.parametrize(
+    ("annotation", "found"),
+    [(Array, "ndarray"), (list[int], "list"), (Any, "ndarray")],
+    ids=["Array", "list", "Any"],
+)
+def test_a_list_column_arrives_as_its_annotation_says(annotation: Any, found: str) -> None:
+    def kind(tokens: Any) -> str:
+        return type(tokens).__name__
+
+    kind.__annotations__["tokens"] = annotation
+    scored = score(scorer(isolate=False)(kind), rows(["a", "b"]))
+    assert scored.column("kind").to_pylist() == [found, found]
 
 
 def test_a_function_is_not_asked_about_rows_without_a_value_unless_it_takes_none(
@@ -322,6 +365,26 @@ def test_an_answer_for_several_rows_is_never_made_of_answers_for_some(
     assert all(error.startswith(f"{function.__name__}: {said}") for error in errors)
 
 
+def test_the_rows_other_columns_come_by_keyword_and_those_of_the_engine_do_not(
+    isolate: bool,
+) -> None:
+    def seen(completion: str, **columns: Any) -> str:
+        return " ".join(sorted(columns))
+
+    records = rows(["a"], hint=pa.array(["h"]), extra=pa.array([{"a": 1}]))
+    scored = score(scorer(isolate=isolate, rest=True)(seen), records)
+    assert scored.column("seen").to_pylist() == ["answer extra hint"]
+
+
+def test_a_note_is_a_column_beside_the_number(isolate: bool) -> None:
+    def told(completion: str) -> Noted:
+        return Noted(None if completion == "none" else 1.0, completion.upper())
+
+    scored = score(scorer(isolate=isolate)(told), rows(["a", "none"]))
+    assert scored.column("told").to_pylist() == [1.0, None]
+    assert scored.column("told_note").to_pylist() == ["A", "NONE"]
+
+
 @pytest.mark.parametrize("is_async", [False, True], ids=["function", "coroutine"])
 def test_a_call_is_made_again_where_the_world_failed_and_only_there(
     tmp_path: Path, is_async: bool
@@ -362,8 +425,27 @@ def test_an_async_function_scores_rows_at_the_same_time() -> None:
     assert set(scored.column(ERROR).to_pylist()) == {None, "ask: hung: no answer within 1 s"}
 
 
+def test_knobs_reach_the_function(isolate: bool) -> None:
+    made = scorer(isolate=isolate)(reward).configured(bonus=3.0)
+    assert score(made, rows(["right", "x"])).column("reward").to_pylist() == [4.0, 3.0]
+
+
+def test_a_batch_without_rows_passes_through(isolate: bool) -> None:
+    runtime = build(scorer(isolate=isolate)(f_float_of_completion))
+    runtime.push(Batch("prompts", rows([])))
+    (batch,) = runtime.work() or []
+    assert batch.records.schema.names[-1] == "f_float_of_completion"
+    runtime.close()
+
+
 def f_float_of_completion(completion: str) -> float:
     return float(len(completion))
+
+
+def test_a_missing_column_is_named() -> None:
+    runtime = build(scorer(isolate=False)(f_float))
+    with pytest.raises(RecordError, match="'f_float' reads column 'x', its rows have"):
+        runtime.push(Batch("prompts", rows(["a"])))
 
 
 # Order and bounds, with a fake in place of the pool
@@ -451,6 +533,16 @@ def test_each_row_has_its_own_score_in_whatever_order_and_parts_they_come(
         caller.answer(0, values)
     (made,) = runtime.work() or []
     assert made.records.column("f_float_of_completion").to_pylist() == [0.0, 1.0, 2.0]
+
+
+def test_a_later_batch_may_overtake_an_earlier_one() -> None:
+    runtime, caller, _ = fake()
+    runtime.push(Batch("a", rows(["x"] * 2)))
+    runtime.push(Batch("b", rows(["x"] * 2)))
+    caller.answer(1, {0: 1.0, 1: 1.0})
+    assert [batch.source for batch in runtime.work() or []] == ["b"]
+    caller.answer(0, {0: 1.0, 1: 1.0})
+    assert [batch.source for batch in runtime.work() or []] == ["a"]
 
 
 def test_rows_in_hand_are_bounded() -> None:

@@ -19,6 +19,8 @@ class Note(Message):
 
 
 CODEC = Codec("test", 1, Note, max_bytes=1 << 26)
+
+
 LARGE = Note(1, bytes(1 << 24))
 
 
@@ -70,6 +72,15 @@ def test_the_end_of_a_peer_is_heard_after_what_it_said_also_in_the_middle_of_a_m
             take()
 
 
+def test_what_came_before_a_deadline_is_kept(ends):
+    whole = CODEC.encode(Note(7))
+    ends[0]._end.sendall(LENGTH.pack(len(whole)) + whole[:3])
+    with pytest.raises(TimeoutError):
+        ends[1].receive(0.01)
+    ends[0]._end.sendall(whole[3:])
+    assert ends[1].receive(5.0) == Note(7)
+
+
 @pytest.mark.parametrize("ends", [0.05], indirect=True)
 def test_a_peer_that_does_not_read_is_waited_for_up_to_a_deadline(ends):
     with pytest.raises(TimeoutError):
@@ -113,3 +124,12 @@ def test_open_files_come_with_a_message(ends, tmp_path):
     ends[1].close()
     with pytest.raises(OSError):
         os.fstat(taken)
+
+
+def test_a_time_out_of_the_socket_makes_no_call_wait_that_returns_at_once():
+    one, other = socket.socketpair()
+    one.settimeout(0.2)
+    channel = Channel(one, CODEC)
+    assert channel.arrived() == []
+    channel.close()
+    other.close()

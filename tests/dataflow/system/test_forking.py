@@ -72,6 +72,18 @@ def test_a_child_never_collects_what_it_inherits(tmp_path: Path) -> None:
     assert told.read_text() == str(os.getpid())
 
 
+def test_a_child_collects_its_own_garbage(tmp_path: Path) -> None:
+    told = tmp_path / "told"
+
+    def litter() -> None:
+        Haunt(told)
+        assert gc.isenabled()
+        gc.collect()
+        assert told.read_text() == str(os.getpid())
+
+    assert in_child(litter) == 0
+
+
 def test_garbage_that_owns_threads_does_not_hang_a_child() -> None:
     def collect() -> None:
         gc.collect()
@@ -79,6 +91,25 @@ def test_garbage_that_owns_threads_does_not_hang_a_child() -> None:
     with uncollected():
         past.drop_a_group()
         assert in_child(collect) == 0
+
+
+def test_nothing_is_collected_on_the_way_into_the_child(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told, plain = tmp_path / "told", os.fork
+
+    def busy() -> int:
+        Haunt(told)
+        pid = plain()
+        if pid == 0:
+            kept = [[] for _ in range(10 * gc.get_threshold()[0])]  # type: ignore[var-annotated]
+            assert kept and not told.exists()
+        return pid
+
+    monkeypatch.setattr(os, "fork", busy)
+    assert in_child(lambda: None) == 0
+    gc.collect()
+    assert told.read_text() == str(os.getpid())
 
 
 @pytest.mark.slow
@@ -92,6 +123,17 @@ def test_parent_and_child_both_compute_on_several_threads() -> None:
         past.compute()
     finally:
         torch.set_num_threads(before)
+
+
+def test_the_collector_stays_as_it_was() -> None:
+    def expect(collects: bool) -> None:
+        assert gc.isenabled() == collects
+
+    with uncollected():
+        assert in_child(lambda: expect(False)) == 0
+        expect(False)
+    assert in_child(lambda: expect(True)) == 0
+    expect(True)
 
 
 def test_what_is_printed_before_is_printed_once(capfd: pytest.CaptureFixture[str]) -> None:

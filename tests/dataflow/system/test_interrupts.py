@@ -60,6 +60,12 @@ def test_where_nothing_could_end_in_order_they_interrupt_as_control_c_does(
     assert status_of(told.value) == status and status_of(KeyboardInterrupt()) == 130
 
 
+def test_a_hangup_that_nohup_ignores_stays_ignored() -> None:
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    with interrupted(), asked_to_end(lambda number: pytest.fail("it was told to live on")):
+        signal.raise_signal(signal.SIGHUP)
+
+
 def test_who_is_led_passes_them_over_and_what_it_starts_does_not() -> None:
     def led() -> int:
         leave_to_leader()

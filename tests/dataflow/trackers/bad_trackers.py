@@ -7,8 +7,9 @@ import os
 import signal
 import threading
 from dataclasses import dataclass
+from pathlib import Path
 
-from dataflow.trackers import RolloutTable, StepFigures, TrackedRun, Tracker
+from dataflow.trackers import RolloutTable, StepFigures, StepGroups, TrackedRun, Tracker
 
 
 @dataclass(kw_only=True)
@@ -85,6 +86,24 @@ class Bad(Tracker):
                 os.write(1, b"x" * 65536)
         elif self.how == "no room":
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self._folder / "big"))
+
+
+@dataclass(kw_only=True)
+class Groups(Tracker):
+    """Writes what it is told of groups."""
+
+    takes_groups = True
+
+    def start(self, run: TrackedRun) -> str:
+        self._path: Path = run.folder / "groups.txt"
+        return ""
+
+    def log(self, figures: StepFigures) -> None:
+        pass
+
+    def groups(self, groups: StepGroups) -> None:
+        with self._path.open("a") as file:
+            file.write(f"{groups.step} {sorted(groups.seen)} {dict(groups.dropped)}\n")
 
 
 class Unfit(Tracker):
@@ -183,3 +202,40 @@ class Held(Steps):
 
     def _put(self, text: str) -> None:
         self._held.append(text)
+
+
+@dataclass(kw_only=True)
+class Bulky(Tracker):
+    """Writes 16 KiB for each line into a file of its own; what is in it beyond what was kept is cut
+    off.
+    """
+
+    path: str = ""
+    """Empty: what the environment says."""
+    rollouts_every = 0
+
+    def start(self, run: TrackedRun) -> str:
+        path = self.path or os.environ["BULKY"]
+        self._file = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+        self._kept = run.kept
+        os.ftruncate(self._file, run.kept.setdefault("size", 0))
+        os.lseek(self._file, 0, os.SEEK_END)
+        return path
+
+    def log(self, figures: StepFigures) -> None:
+        self._put(f"step {figures.step}".encode().ljust(1 << 14) + b"\n")
+
+    def finish(self, outcome: str) -> None:
+        self._put(f"finish {outcome}\n".encode())
+
+    def _put(self, data: bytes) -> None:
+        while data:
+            data = data[os.write(self._file, data) :]
+        self._kept["size"] = os.lseek(self._file, 0, os.SEEK_CUR)
+
+
+class Endless(Steps):
+    """Never comes to its end."""
+
+    def finish(self, outcome: str) -> None:
+        threading.Event().wait()

@@ -2,6 +2,8 @@
 nothing is lost.
 """
 
+import os
+import signal
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -9,7 +11,7 @@ from typing import Any
 
 import pytest
 from tracked_runs import STEPS, add
-from wandb_files import history, wandb_records
+from wandb_files import history, needs_timed_writes, wandb_records
 
 from dataflow.folder.run_folder import RunFolder
 from dataflow.system.child import fork
@@ -18,6 +20,8 @@ from dataflow.trackers.tail import TrackerPlace
 from dataflow.trackers.tracker import TrackedRun
 
 Keep = Callable[..., Any]
+
+
 pytestmark = pytest.mark.slow
 
 
@@ -78,6 +82,18 @@ def test_trackers_that_stand_still_have_brought_out_all_that_they_took(
     assert steps(library, folder) == list(range(1, STEPS + 2))
 
 
+def test_what_a_killed_tracker_may_not_have_written_is_told_again(
+    library: str, folder: RunFolder, keep: Keep
+) -> None:
+    kept = told(library, folder, keep)
+    os.kill(kept.first.process.pid, signal.SIGKILL)
+    kept.until(lambda: kept.first.fails == 1)
+    add(folder, STEPS + 1)
+    kept.now += 10.0
+    kept.finish()
+    assert set(steps(library, folder)) == set(range(1, STEPS + 2))
+
+
 def test_a_wandb_that_writes_by_32_kib_is_told_again_all_that_a_killed_process_took(
     folder: RunFolder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -100,3 +116,18 @@ def test_a_wandb_that_writes_by_32_kib_is_told_again_all_that_a_killed_process_t
         return 0 if settling.certain() is None else 1
 
     assert fork(in_its_process).wait(60.0) == 0
+
+
+def test_what_was_certain_is_not_told_again(library: str, folder: RunFolder, keep: Keep) -> None:
+    if library == "wandb":
+        needs_timed_writes()
+    kept = told(library, folder, keep)
+    kept.until(
+        lambda: TrackerPlace.read_from(folder, library).read == folder.metrics.stat().st_size
+    )
+    os.kill(kept.first.process.pid, signal.SIGKILL)
+    kept.until(lambda: kept.first.fails == 1)
+    add(folder, STEPS + 1)
+    kept.now += 10.0
+    kept.finish()
+    assert steps(library, folder) == list(range(1, STEPS + 2))

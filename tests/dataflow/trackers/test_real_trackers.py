@@ -2,6 +2,7 @@
 with; skipped, with the reason, where the library is not installed.
 """
 
+import errno
 import http.client
 import json
 import os
@@ -18,11 +19,15 @@ from dataflow.trackers import (
     MlflowTracker,
     OpenTelemetryTracker,
     PrometheusTracker,
+    StepGroups,
     TensorboardTracker,
+    TrackedRun,
     WandbTracker,
 )
 
 Keep = Callable[..., Any]
+
+
 pytestmark = pytest.mark.slow
 
 
@@ -196,6 +201,44 @@ def test_mlflow_goes_on_with_the_same_run(
     assert len(table["data"]) == 8 and "completion" in table["columns"]
 
 
+@pytest.mark.filterwarnings("ignore")  # of MLflow's own libraries
+def test_mlflow_has_one_run_of_one_whose_start_was_cut_short(
+    folder: RunFolder, keep: Keep, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mlflow = pytest.importorskip(
+        "mlflow", reason="mlflow is not installed: pip install 'dataflow-rl[mlflow]'"
+    )
+    pytest.importorskip("sqlalchemy", reason="MLflow opens no database without sqlalchemy")
+    uri, full, log = (
+        f"sqlite:///{folder.path.parent}/mlflow.db",
+        folder.path / "full",
+        mlflow.MlflowClient.log_batch,
+    )
+
+    def refused(client: Any, *given: Any, **more: Any) -> Any:
+        if full.exists():
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return log(client, *given, **more)
+
+    monkeypatch.setattr(mlflow.MlflowClient, "log_batch", refused)
+    full.touch()
+    kept = keep(MlflowTracker(uri=uri))
+    kept.until(lambda: kept.first.fails == 1)
+    full.unlink()
+    kept.now += 10.0
+    assert sum("failed in 'start'" in text for text in kept.finish()) == 1
+    client = mlflow.MlflowClient(tracking_uri=uri)
+    (run,) = client.search_runs([client.get_experiment_by_name("fakes").experiment_id])
+    assert run.info.status == "FINISHED" and run.data.params["seed"] == "7"
+    assert [each.step for each in client.get_metric_history(run.info.run_id, "loss")] == [
+        1,
+        2,
+        3,
+        4,
+        5,
+    ]
+
+
 def asked(port: int, host: str = "", path: str = "/metrics") -> tuple[int, str]:
     client = http.client.HTTPConnection("127.0.0.1", port, timeout=10)
     try:
@@ -339,6 +382,52 @@ def test_opentelemetry_gets_a_trace_for_each_step(
             for s in inside
         )
         assert all(span.end_time_unix_nano <= loop.end_time_unix_nano for span in inside)
+
+
+def test_spans_of_groups_have_the_times_at_which_they_were_seen(
+    otlp: tuple[list[Any], list[int]], folder: RunFolder
+) -> None:
+    taken, _ = otlp
+    tracker = OpenTelemetryTracker()
+    tracker.start(
+        TrackedRun(name="r", folder=folder.path, graph={"name": "g"}, config={}, goes_on=False)
+    )
+    seen = {
+        0: {"issued": 1.0, "generating": 2.0, "generated": 5.0, "scored": 6.0},
+        1: {"issued": 3.0},
+    }
+    tracker.groups(
+        StepGroups(
+            node="trainer",
+            step=3,
+            source="prompts",
+            began=0.5,
+            at=9.0,
+            seen=seen,
+            dropped={1: "stale"},
+            metrics={"loss": 0.5, "seconds_step": 2.0, "seconds_publish": 1.0},
+        )
+    )
+    tracker.flush()
+    tracker.finish("finished")
+    found = [
+        (s.name, s.start_time_unix_nano / 1e9, s.end_time_unix_nano / 1e9, s.status.message)
+        for s in spans(taken)
+    ]
+    assert sorted(found) == [
+        ("rl.loop", 0.5, 10.0, ""),
+        ("rl.reward", 5.0, 6.0, ""),
+        ("rl.sample", 2.0, 5.0, ""),
+        ("rl.sample", 3.0, 7.0, "stale"),
+        ("rl.sync", 9.0, 10.0, ""),
+        ("rl.train", 7.0, 9.0, ""),
+    ]
+    sample = next(
+        span for span in spans(taken) if span.name == "rl.sample" and not span.status.message
+    )
+    assert [(event.name, event.time_unix_nano / 1e9) for event in sample.events] == [
+        ("rl.issued", 1.0)
+    ]
 
 
 def test_a_collector_that_takes_nothing_is_told_once_and_loses_nothing(

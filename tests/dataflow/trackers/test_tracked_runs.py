@@ -21,6 +21,8 @@ from dataflow.trackers.children import TrackersOfRun
 from dataflow.trackers.command import track_run
 
 STEPS = 4
+
+
 LIMITS = Limits(track_s=30.0)
 
 
@@ -98,6 +100,15 @@ def test_a_run_has_its_steps_and_losses_whatever_a_tracker_does(
     assert sum(f"dataflow track {folder} --to bad_trackers:Bad" in text for text in told) == 1
 
 
+def test_a_tracker_is_told_every_step_of_a_run_in_one_process(
+    plain: list[tuple[int, float]], policy: Path, tmp_path: Path
+) -> None:
+    folder = done(policy, tmp_path, track=["bad_trackers:Lines"], limits=LIMITS)
+    assert losses(folder) == plain and tracked(folder) == expected(folder)
+    assert (folder / "lines.txt").read_text().endswith("finish finished\n")
+    assert notices(folder) == ["Lines: see lines.txt"]
+
+
 @pytest.mark.slow
 def test_a_tracker_is_told_every_step_of_a_run_in_processes(policy: Path, tmp_path: Path) -> None:
     folder = done(policy, tmp_path, track=[Lines, Bad(how="raise")], limits=LIMITS, on=None)
@@ -131,6 +142,13 @@ def test_a_run_that_is_over_is_told_later(
     )
     with pytest.raises(GraphError, match="no tracker was named; give --to wandb"):
         track_run(folder)
+
+
+def test_the_libraries_of_a_run_are_recorded_and_a_users_own_are_not(
+    policy: Path, tmp_path: Path
+) -> None:
+    folder = done(policy, tmp_path, track=[Lines], limits=LIMITS, steps=1)
+    assert RunFolder.open(folder).read_json("config.json")["track"] is None
 
 
 def test_a_tracker_ends_with_the_process_that_started_it(folder: RunFolder) -> None:

@@ -7,11 +7,11 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from bad_trackers import Bad, Held, Lines, Refused, Tables
+from bad_trackers import Bad, Groups, Held, Lines, Refused, Tables
 from tracked_runs import add, line
 
 from dataflow.folder.run_folder import RunFolder
-from dataflow.trackers.children import SPARE_BYTES
+from dataflow.trackers.children import LOG_BYTES, SPARE_BYTES
 from dataflow.trackers.tail import TrackerPlace
 
 WHOLE = [
@@ -24,6 +24,8 @@ WHOLE = [
     "trainer 5 0.200",
     "table 5 of 8",
 ]
+
+
 Keep = Callable[..., Any]
 
 
@@ -52,6 +54,16 @@ def test_a_tracker_that_goes_on_is_told_what_it_lacks(folder: RunFolder, keep: K
         "trainer 6 7.000 again",
         "finish finished",
     ]
+
+
+def test_lines_that_come_while_the_run_goes_on_are_told(folder: RunFolder, keep: Keep) -> None:
+    kept = keep(Lines)
+    kept.until(
+        lambda: TrackerPlace.read_from(folder, "Lines").read == folder.metrics.stat().st_size
+    )
+    add(folder, 6)
+    kept.until(lambda: "trainer 6 0.167" in lines(folder))
+    assert kept.finish() == ["Lines: see lines.txt"]
 
 
 WAYS = {
@@ -91,6 +103,37 @@ def test_whatever_a_tracker_does_in_whichever_call_is_told_once(
     assert text.startswith("tracker Bad ") and re.search(WAYS[how].format(call), text)
 
 
+def test_one_that_fails_is_tried_again_later_each_time_and_silently(
+    folder: RunFolder, keep: Keep
+) -> None:
+    kept = keep(Bad(how="raise"))
+    for pause in (10.0, 20.0, 40.0):
+        kept.until(lambda: kept.first.process is None and kept.first.fails > 0)
+        fails = kept.first.fails
+        kept.now += pause - 1.0
+        kept.look()
+        assert kept.first.process is None
+        kept.now += 1.0
+        kept.until(lambda fails=fails: kept.first.fails == fails + 1)
+    assert len(kept.said) == 1
+    kept.finish()
+    assert len(kept.said) == 2 and "it lacks the end of the run: dataflow track" in kept.said[1]
+
+
+def test_what_a_tracker_raised_stands_whole_in_the_log_that_is_named(
+    folder: RunFolder, keep: Keep
+) -> None:
+    kept = keep(Bad(how="raise"))
+    kept.until(lambda: bool(kept.said))
+    assert kept.said[0].endswith(f"; see {folder.path.name}/logs/tracker-Bad.log")
+    log = (folder.logs / "tracker-Bad.log").read_text()
+    assert (
+        log.count("Traceback") == 1
+        and "in _do\n" in log
+        and "ValueError: it does not like that" in log
+    )
+
+
 def test_a_tracker_that_is_not_done_at_the_end_is_left_and_the_way_to_go_on_is_said(
     folder: RunFolder, keep: Keep
 ) -> None:
@@ -101,6 +144,16 @@ def test_a_tracker_that_is_not_done_at_the_end_is_left_and_the_way_to_go_on_is_s
     kept.until(lambda: kept.trackers.is_done)
     assert len(kept.said) == 1 and "was not done 30 s after the run" in kept.said[0]
     assert f"dataflow track {folder.path} --to bad_trackers:Bad" in kept.said[0]
+
+
+def test_who_prints_without_end_fills_no_disk_and_holds_no_other_up(
+    folder: RunFolder, keep: Keep
+) -> None:
+    kept = keep(Bad(how="flood"), Lines)
+    flood = kept.first
+    kept.until(lambda: flood.printed > LOG_BYTES + 65536)
+    assert (folder.logs / "tracker-Bad.log").stat().st_size <= LOG_BYTES
+    kept.until(lambda: (folder.path / "lines.txt").exists() and lines(folder)[1:9] == WHOLE)
 
 
 def test_trackers_stand_still_where_a_run_needs_its_disk(folder: RunFolder, keep: Keep) -> None:
@@ -117,6 +170,29 @@ def test_trackers_stand_still_where_a_run_needs_its_disk(folder: RunFolder, keep
     kept.until(lambda: len(kept.said) > 1)
     assert kept.finish()[1:] == ["trackers go on: the disk has room again", "Lines: see lines.txt"]
     assert lines(folder)[1:9] == WHOLE
+
+
+def test_two_that_tell_the_same_run_do_not_mix(folder: RunFolder, keep: Keep) -> None:
+    first, second = keep(Lines), keep(Lines)
+    first.until(lambda: (folder.path / "lines.txt").exists() and lines(folder)[1:9] == WHOLE)
+    second.until(lambda: second.in_call("waiting for the process that told this run before"))
+    add(folder, 6)
+    first.finish()
+    second.finish()
+    assert [text for text in lines(folder) if text.startswith("trainer")] == [
+        *(text for text in WHOLE if text.startswith("trainer")),
+        "trainer 6 0.167",
+    ]
+
+
+def test_groups_are_told_to_who_wants_them_and_never_twice(folder: RunFolder, keep: Keep) -> None:
+    keep(Groups).finish()
+    add(folder, 6)
+    keep(Groups).finish()
+    told = (folder.path / "groups.txt").read_text().splitlines()
+    assert [text.split()[0] for text in told] == ["1", "2", "3", "4", "5", "6"] and told[
+        5
+    ] == "6 [10, 11] {}"
 
 
 def test_what_a_tracker_took_before_it_failed_is_not_told_again(
@@ -189,6 +265,25 @@ def test_what_a_tracker_holds_back_it_brings_out_before_trackers_stand_still(
     assert steps_of(folder) == [*first, "start again", "step 6", "finish finished"]
 
 
+def test_what_a_tracker_holds_back_it_brings_out_before_it_fails(
+    folder: RunFolder, keep: Keep
+) -> None:
+    kept = keep(Held(takes=3))
+    kept.until(lambda: kept.first.fails == 1)
+    kept.now += 10.0
+    kept.finish()
+    assert steps_of(folder) == [
+        "start new",
+        "step 1",
+        "step 2",
+        "step 3",
+        "start again",
+        "step 4",
+        "step 5",
+        "finish finished",
+    ]
+
+
 def test_what_a_killed_tracker_held_back_is_told_again(folder: RunFolder, keep: Keep) -> None:
     kept = keep(Held)
     kept.until(lambda: has_taken(kept))
@@ -202,4 +297,17 @@ def test_what_a_killed_tracker_held_back_is_told_again(folder: RunFolder, keep: 
         "start again",
         *(f"step {step}" for step in range(1, 6)),
         "finish finished",
+    ]
+
+
+def test_who_leaves_a_run_that_is_over_has_brought_out_what_it_held_back(
+    folder: RunFolder, keep: Keep
+) -> None:
+    kept = keep(Held)
+    kept.until(lambda: has_taken(kept))
+    kept.trackers.close()
+    assert steps_of(folder)[-1] == "step 5"
+    assert keep(Held).finish() == ["Held: see steps.txt"]
+    assert [text for text in steps_of(folder) if text.startswith("step")] == [
+        f"step {step}" for step in range(1, 6)
     ]

@@ -5,6 +5,16 @@ import struct
 from pathlib import Path
 from typing import Any
 
+import pytest
+
+
+def needs_timed_writes() -> None:
+    """Skip the test where W&B writes when 32 KiB are full, and at no time."""
+    import wandb
+
+    if "x_transaction_log_flush_interval" not in wandb.Settings.model_fields:
+        pytest.skip(f"wandb {wandb.__version__} writes by 32 KiB; pip install 'wandb>=0.31'")
+
 
 def wandb_records(folder: Path) -> list[list[Any]]:
     """By part, in order: the records of .wandb files, in LevelDB's log format, 32 KiB blocks behind

@@ -36,6 +36,38 @@ def test_a_group_is_acknowledged_when_the_next_nodes_are_done_with_it_whatever_i
     assert acks == ["2 first", "1 first"] and not len(held)
 
 
+def test_a_group_that_leads_to_nothing_is_done_with_the_runtime() -> None:
+    held, acks = Acknowledgements(), Acks()
+    held.arrive("a", "source", acks.of("first", 1))
+    held.sent("a", [1], 0)
+    assert held.inside("a") and not held.inside("b") and held.oldest() == {"a": 1}
+    held.done("a", "source", [1])
+    assert acks == ["1 first"] and not held.inside("a") and held.oldest() == {}
+
+
+def test_a_group_that_comes_again_is_not_new_and_its_latest_delivery_stands_for_it() -> None:
+    held, acks = Acknowledgements(), Acks()
+    held.arrive("a", "source", acks.of("old", 1, 2))
+    assert held.arrive("a", "source", acks.of("new", 2, 3)) == [3]
+    assert acks == ["2 old"]
+    held.done("a", "source", [1])
+    held.done("a", "source", [2, 3])
+    assert acks == ["2 old", "1 old", "2 new", "3 new"]
+
+
+def test_what_several_replicas_sent_is_acknowledged_to_each_of_them_when_it_has_an_outcome() -> (
+    None
+):
+    held, acks = Acknowledgements(), Acks()
+    assert held.arrive("a", "generator", acks.of("first of 0", 1), "generator-0") == [1]
+    assert held.arrive("a", "generator", acks.of("of 1", 1), "generator-1") == []
+    assert not acks, "the second one may be the only one that is asked for it again"
+    held.arrive("a", "generator", acks.of("second of 0", 1), "generator-0")
+    assert acks == ["1 first of 0"]
+    held.done("a", "generator", [1])
+    assert sorted(acks) == ["1 first of 0", "1 of 1", "1 second of 0"]
+
+
 def test_who_keeps_a_group_hears_that_it_has_an_outcome_also_where_it_began() -> None:
     released: list[tuple[str, int]] = []
     held = Acknowledgements(released=released.append)
@@ -87,6 +119,13 @@ def test_every_group_of_a_delivery_is_acknowledged_once_and_not_while_it_is_need
             assert all(
                 acked[number_of, group] == (newest.get(group) != number_of) for group in groups
             )
+
+
+def test_who_has_sent_rows_of_a_group_is_known_as_long_as_it_is_held() -> None:
+    held = Acknowledgements()
+    for sender in ("talk-1", "talk-0", "talk-1"):
+        held.arrive("talk", "talk", {7: lambda: None}, sender)
+    assert held.askers("talk", 7) == ["talk-1", "talk-0"]
 
 
 def test_branches_and_sources_are_told_apart() -> None:

@@ -10,6 +10,30 @@ import pytest
 from dataflow.worker.cpu_watchdog import LOOK_S, CpuWatchdog, processor_time
 
 
+def looks(used: list[float], every_s: float = LOOK_S) -> list[float]:
+    """What is said at each look of one slice, given the processor time at each."""
+    left = iter(used)
+    asleep = CpuWatchdog(lambda: next(left))
+    return [asleep.look((at + 1) * every_s, 100.0 + at * every_s) for at in range(len(used))]
+
+
+def test_who_computes_nothing_is_asleep_since_the_first_look() -> None:
+    assert looks([7.0, 7.0, 7.001, 7.001]) == [0.0, LOOK_S, 2 * LOOK_S, 3 * LOOK_S]
+
+
+def test_who_computes_is_awake_and_falls_asleep_anew() -> None:
+    assert looks([7.0, 7.0, 7.5, 7.5, 7.5]) == [0.0, LOOK_S, 0.0, LOOK_S, 2 * LOOK_S]
+
+
+def test_short_calls_that_mostly_wait_are_no_sleep() -> None:
+    """Five milliseconds of work for each second that a call over a network takes."""
+    assert looks([7.0, 7.01, 7.02, 7.03]) == [0.0] * 4
+
+
+def test_a_process_that_ended_is_a_sign_of_life() -> None:
+    assert looks([7.0, 3.0, 3.0]) == [0.0, 0.0, LOOK_S]
+
+
 def test_a_short_slice_is_not_looked_at_and_each_slice_is_one_of_its_own() -> None:
     looked = []
 

@@ -25,6 +25,15 @@ def test_who_is_started_again_goes_on_with_what_was_counted_up_to_the_kill(tmp_p
     assert again.read() == {again.name: {"b>c:a": {"sent": (3, 24, 1350), "received": (1, 8, 450)}}}
 
 
+def test_other_edges_or_another_host_are_counted_in_a_file_of_their_own(tmp_path: Path) -> None:
+    kept = KeptCounts(tmp_path / "counts", EDGES)
+    kept.edges[EDGES[0]].sent.add(1, 8, 100)
+    other = KeptCounts(tmp_path / "counts", [*EDGES, "c>d:a"])
+    assert other.read() == {other.name: {}} and other.name != kept.name
+    alone = KeptCounts(None, EDGES)
+    assert alone.read() == {alone.name: {}}
+
+
 def test_what_workers_have_counted_is_read_without_them_and_without_their_folder(
     tmp_path: Path,
 ) -> None:

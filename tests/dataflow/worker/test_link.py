@@ -25,11 +25,16 @@ from dataflow.worker.messages import (
     Heartbeat,
     NodeCommand,
     Start,
+    Stop,
     ToWorker,
 )
 
 DEADLINE_S = 30.0
+
+
 LONG = 63 << 20
+
+
 M = TypeVar("M", bound=FromWorker)
 
 
@@ -138,6 +143,27 @@ def test_messages_reach_the_worker_in_order_and_answers_to_heartbeats_do_not(
     assert link.messages() == []
 
 
+def test_the_socket_is_quiet_when_every_message_was_taken(
+    server: Server, link_to: Callable[..., SchedulerLink]
+) -> None:
+    link = link_to()
+    link.start()
+    server.hear(Heartbeat)
+    server.send("generator-0", Stop())
+    assert messages_of(link, 1) == [Stop()]
+    assert link.socket.poll(0) == 0
+
+
+def test_closing_sends_what_was_told_just_before(
+    server: Server, link_to: Callable[..., SchedulerLink]
+) -> None:
+    link = link_to()
+    link.start()
+    link.send(Failed(attempt=0, message="boom"))
+    link.close()
+    assert server.hear(Failed).message == "boom"
+
+
 @pytest.mark.slow
 def test_what_a_worker_says_last_arrives_though_its_process_ends_at_once(
     server: Server, address: str
@@ -198,6 +224,32 @@ def test_a_worker_learns_it_also_when_the_scheduler_falls_silent_later(
     server.hear(Heartbeat)
     server.send("generator-0", Heard())
     assert orphaned.wait(DEADLINE_S)
+
+
+def test_it_learns_it_once(link_to: Callable[..., SchedulerLink]) -> None:
+    calls: list[float] = []
+    beats: list[float] = []
+
+    def heartbeat() -> Heartbeat:
+        beats.append(time.monotonic())
+        return Heartbeat(attempt=0, nodes={})
+
+    link_to(orphaned=lambda: calls.append(time.monotonic()), patience_s=0.01).start(heartbeat)
+    deadline = time.monotonic() + DEADLINE_S
+    while len(beats) < 3 and time.monotonic() < deadline:
+        threading.Event().wait(0.01)
+    assert len(beats) >= 3 and len(calls) == 1
+
+
+def test_an_answered_worker_is_no_orphan(
+    server: Server, link_to: Callable[..., SchedulerLink]
+) -> None:
+    orphaned = threading.Event()
+    link_to(orphaned=orphaned.set, patience_s=20.0).start()
+    for _ in range(5):
+        server.hear(Heartbeat)
+        server.send("generator-0", Heard())
+    assert not orphaned.is_set()
 
 
 def test_a_worker_that_computes_for_long_still_sends_heartbeats(

@@ -152,6 +152,17 @@ class Script(Runtime):
         return {"done": int(self.done)}
 
 
+class Swallow(Script):
+    """A sink that is done with a batch only when the next has come, and returns nothing."""
+
+    def work(self) -> list[Batch] | None:
+        self.events.append(("worked",))
+        if len(self.inside) < 2:
+            return None
+        self.inside.popleft().ack()
+        return []
+
+
 def loop_of(
     runtime: Runtime, inlet: FakeInlet | None, *outlets: FakeOutlet, marks: Any = None
 ) -> NodeLoop:
@@ -164,6 +175,14 @@ def turn_until_still(loop: NodeLoop) -> None:
         if not loop.turn():
             return
     raise AssertionError("the loop says for ever that something moves")
+
+
+def test_an_acknowledgement_leaves_after_what_its_rows_led_to() -> None:
+    events = Events()
+    turn_until_still(
+        loop_of(Script(events), FakeInlet(events, rows(0), rows(1)), FakeOutlet(events))
+    )
+    assert events.of("sent", "acked") == [("sent", 0), ("acked", 0), ("sent", 1), ("acked", 1)]
 
 
 def test_without_credit_nothing_is_acknowledged() -> None:
@@ -207,6 +226,22 @@ def test_a_blocked_loop_still_answers_on_all_its_ends() -> None:
     for _ in range(5):
         loop.turn()
     assert (inlet.polls, outlet.polls) == (5, 5)
+
+
+def test_no_more_is_received_than_the_runtime_has_room_for() -> None:
+    events = Events()
+    inlet = FakeInlet(events, *(rows(n) for n in range(10)))
+    loop = loop_of(Script(events, holds=3), inlet, FakeOutlet(events))
+    loop.turn()
+    assert events.of("received") == [("received", 0), ("received", 1), ("received", 2)]
+    assert loop.rows_in == 3
+
+
+def test_rows_that_lead_to_nothing_are_acknowledged_too() -> None:
+    events = Events()
+    loop = loop_of(Swallow(events), FakeInlet(events, rows(0), rows(1), rows(2)))
+    turn_until_still(loop)
+    assert events.of("acked") == [("acked", 0), ("acked", 1)]
 
 
 def test_the_end_is_passed_on_once_and_after_the_last_row() -> None:
@@ -286,6 +321,30 @@ def test_the_end_of_one_source_is_passed_on_while_another_goes_on_and_not_before
         [{"end": True}],
     )
     assert events.of("other") == [("other", 1)]
+
+
+def test_an_ended_loop_polls_its_ends_so_that_what_was_sent_may_be_sent_again() -> None:
+    events = Events()
+    inlet, outlet = FakeInlet(events), FakeOutlet(events)
+    loop = loop_of(Script(events), inlet, outlet)
+    turn_until_still(loop)
+    assert loop.ended
+    polls = inlet.polls, outlet.polls
+    assert not loop.turn()
+    assert (inlet.polls, outlet.polls) == (polls[0] + 1, polls[1] + 1)
+    assert outlet.finishes == 1
+
+
+def test_a_source_ends_when_it_says_that_it_is_done() -> None:
+    events = Events()
+    runtime, outlet = Script(events), FakeOutlet(events)
+    runtime.inside.append(Batch("prompts", rows(0)))
+    loop = loop_of(runtime, None, outlet)
+    turn_until_still(loop)
+    assert not loop.ended
+    runtime.done = True
+    turn_until_still(loop)
+    assert events.of("sent", "finished") == [("sent", 0), ("finished",)]
 
 
 def test_a_paused_loop_sends_what_it_has_and_makes_nothing_new() -> None:
@@ -441,6 +500,22 @@ def test_the_end_of_a_source_waits_for_rows_that_were_found_finished_in_the_same
     assert events.of("sent", "finished") == [("sent", 0), ("finished",)]
 
 
+def test_after_the_end_what_a_restarted_node_sends_again_is_acknowledged_like_the_first() -> None:
+    events = Events()
+    inlet, outlet = FakeInlet(events, rows(0)), FakeOutlet(events, keeps=True)
+    loop = loop_of(Script(events), inlet, outlet)
+    turn_until_still(loop)
+    inlet.waiting.extend([rows(0), rows(7)])
+    loop.turn()
+    assert events.of("pushed") == [("pushed", 0)]
+    assert events.of("acked") == [
+        ("acked", 0),
+        ("acked", 7),
+    ], "the delivery before, and what has an outcome"
+    outlet.acknowledge()
+    assert len(events.of("acked")) == 3
+
+
 def test_what_has_an_outcome_is_acknowledged_and_not_made_again(tmp_path: Path) -> None:
     """A generator that was started again: groups 0 and 1 were trained before their source heard of
     it.
@@ -546,3 +621,20 @@ def test_a_runtime_hears_of_every_group_that_has_an_outcome_and_of_no_other(tmp_
     while outlet.owed:
         outlet.acknowledge()
     assert sorted(events.of("forgot")) == [("forgot", "source", group) for group in range(4)]
+
+
+def test_rows_of_no_group_are_acknowledged_and_neither_pushed_nor_sent() -> None:
+    events = Events()
+
+    class Empty(Script):
+        def work(self) -> list[Batch] | None:
+            made = super().work()
+            return (
+                None
+                if made is None
+                else [Batch(batch.source, batch.records.slice(0, 0)) for batch in made]
+            )
+
+    outlet = FakeOutlet(events)
+    turn_until_still(loop_of(Empty(events), FakeInlet(events, rows(), rows(1)), outlet))
+    assert events.of("pushed", "sent", "acked") == [("acked",), ("pushed", 1), ("acked", 1)]

@@ -104,6 +104,34 @@ def test_one_of_three_replicas_may_have_all_that_is_in_flight_on_its_way_to_the_
             each.close()
 
 
+def test_two_replicas_together_get_no_more_prompts_than_one_has_room_for(folder: str) -> None:
+    """What one of them had that leaves or dies, and has to be trained first, then finds room with
+    the other.
+    """
+    graph = build()
+    made = plan(graph, Devices(cpus=2), replicas={"generator": 2})
+    receiving = [ports(graph, made, "generator", folder, replica=replica) for replica in range(2)]
+    addresses = [next(iter(each.open_inlets(owner).values())) for each, owner in receiving]
+    sending, host = ports(graph, made, "prompts", folder)
+    edge = edges(graph)[0]
+    outlet = sending.open_outlets(host, {edge.name: addresses})[edge.name]
+    batch, sent, each_got = _rows(edge.columns, edge.batch_rows), 0, [0, 0]
+    try:
+        for _ in range(400):
+            for index, (each, _) in enumerate(receiving):
+                each_got[index] += each.inlets[edge.name].receive(0.001) is not None
+            outlet.poll()
+            sent += outlet.send(batch)
+        assert (
+            edge.most_rows is not None
+            and sent == edge.most_rows // edge.batch_rows
+            and min(each_got) > 0
+        )
+    finally:
+        for each, _ in [*receiving, (sending, host)]:
+            each.close()
+
+
 def _rows(columns: dict[str, pa.DataType], count: int) -> pa.RecordBatch:
     made = schema(columns)
     zeros = pa.array(np.zeros(count, np.int64))

@@ -3,6 +3,7 @@ cannot take them.
 """
 
 import dataclasses
+import os
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -16,9 +17,12 @@ from dataflow.errors import GraphError
 from dataflow.folder.live_changes import Swap
 from dataflow.planning.hosts import Devices
 from dataflow.planning.plan import plan
+from dataflow.worker import swapped as room
 from dataflow.worker.swapped import find, load, swapped, tried
 
 HEAD = "from dataflow import keep, scorer\n"
+
+
 STRICT = (
     HEAD
     + """
@@ -127,6 +131,14 @@ def test_an_operator_is_found_by_its_file_wherever_that_is(tmp_path: Path) -> No
         attempt(Swap(number=1, node="reward", reference=f"{file}:strikt"))
 
 
+def test_a_module_is_read_anew_whatever_was_imported_of_it(write: Callable[[str], Path]) -> None:
+    for worth in (1.0, 2.0, 3.0):
+        path = write(STRICT.format(worth=worth))
+        # as old as the one before, and as large: no compiled file would be found outdated
+        os.utime(path, (1, 1))
+        assert load(find(wanted()))("x") == worth
+
+
 def test_what_was_kept_counts_and_not_what_the_file_has_become(
     write: Callable[[str], Path],
 ) -> None:
@@ -199,3 +211,31 @@ def test_what_the_run_cannot_take_in_is_refused_with_the_reason(
     write(HEAD + text + "\n")
     with pytest.raises(GraphError, match=said):
         attempt(wanted())
+
+
+@pytest.mark.parametrize(
+    ("reference", "said"),
+    [
+        ("strict", "write it as reward=rewards:strict"),
+        (
+            "nowhere/rewards.py:strict",
+            "/nowhere/rewards.py' cannot be read where the run is: No such file",
+        ),
+        (
+            "rewards.py:str ict",
+            "write it as reward=rewards:strict or reward=path/to/rewards.py:strict",
+        ),
+        ("a b:c", "write it as reward=rewards:strict"),
+        ("__main__:strict", "names the program that is running"),
+        ("nowhere_at_all:strict", "names module 'nowhere_at_all', which is not found where"),
+        ("nowhere_at_all.below:strict", "cannot be imported: ModuleNotFoundError"),
+        ("sys:path", "names module 'sys', which has no Python file"),
+    ],
+)
+def test_a_reference_that_names_nothing_is_refused(reference: str, said: str) -> None:
+    with pytest.raises(GraphError, match=said):
+        attempt(Swap(number=1, node="reward", reference=reference))
+
+
+def test_a_worker_gets_the_size_of_text_that_was_checked() -> None:
+    assert room.MOST_BYTES * 8 < 64 << 20, "several of them go into one message"

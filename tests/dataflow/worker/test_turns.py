@@ -24,9 +24,28 @@ from hypothesis.stateful import (
 from rigs.machine import wait_until
 
 from dataflow.errors import DeadlineError
-from dataflow.worker.turns import Turns
+from dataflow.worker.turns import Turns, decide
 
 NODES = ("generator", "reference", "trainer")
+
+
+@pytest.mark.parametrize(
+    ("awake", "wants", "wanted", "does"),
+    [
+        (True, True, True, "stay"),
+        (True, True, False, "stay"),
+        (True, False, True, "give"),
+        (True, False, False, "stay"),
+        (False, True, True, "take"),
+        (False, True, False, "take"),
+        (False, False, True, "stay"),
+        (False, False, False, "stay"),
+    ],
+)
+def test_a_turn_is_given_when_its_work_is_done_and_another_asks(
+    awake: bool, wants: bool, wanted: bool, does: str
+) -> None:
+    assert decide(awake=awake, wants=wants, wanted=wanted) == does
 
 
 @dataclass
@@ -188,6 +207,36 @@ def test_memory_is_given_back_before_the_turn(tmp_path: Path) -> None:
     )
     assert generator.turns.turn(generator.runtime) and trainer.runtime.events == []
     assert trainer.turns.turn(trainer.runtime) and trainer.runtime.has_memory
+
+
+def test_memory_moves_once_for_each_turn(tmp_path: Path) -> None:
+    generator, trainer = (
+        Process("generator", tmp_path / "turns"),
+        Process("trainer", tmp_path / "turns"),
+    )
+    generator.runtime.work = 3
+    for _ in range(10):
+        generator.turns.turn(generator.runtime)
+        generator.runtime.work = max(0, generator.runtime.work - 1)
+        trainer.turns.turn(trainer.runtime)
+    assert (generator.runtime.events, trainer.runtime.events) == (["wake"], [])
+    trainer.runtime.work = 1
+    for _ in range(3):
+        trainer.turns.turn(trainer.runtime)
+        generator.turns.turn(generator.runtime)
+    assert (generator.runtime.events, trainer.runtime.events) == (["wake", "sleep"], ["wake"])
+
+
+def test_one_that_cannot_go_on_gives_its_turn_up_though_it_has_work(tmp_path: Path) -> None:
+    generator, trainer = (
+        Process("generator", tmp_path / "turns"),
+        Process("trainer", tmp_path / "turns"),
+    )
+    generator.runtime.work = trainer.runtime.work = 1
+    for _ in range(3):
+        generator.turns.turn(generator.runtime, held_up=True)
+        trainer.turns.turn(trainer.runtime)
+    assert trainer.runtime.has_memory and not generator.runtime.has_memory
 
 
 def test_building_waits_for_the_turn_with_a_deadline_that_says_for_whom(tmp_path: Path) -> None:

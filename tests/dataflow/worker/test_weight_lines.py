@@ -21,7 +21,11 @@ from dataflow.worker.messages import WeightLine
 from dataflow.worker.weight_lines import WeightLines
 
 KEYS = RunKeys.make().to_plain()
+
+
 ADDRESSES = {"a": "127.0.0.1", "b": "127.0.0.2", "c": "127.0.0.3"}
+
+
 Make = Callable[..., WeightLines]
 
 
@@ -78,6 +82,25 @@ def test_a_trainer_listens_at_its_hosts_address_and_a_reader_there_and_elsewhere
         assert (site["executor"], site["address"]) == (executor, line.at[executor])
         assert ("keys" in site) == (executor == "gloo"), "keys go where they are needed alone"
         assert site.get("host", "") == ("127.0.0.2" if executor == "gloo" else "")
+
+
+def test_a_trainer_offers_what_a_reader_needs_that_is_started_again_on_another_host(
+    make: Make,
+) -> None:
+    """All of its readers may have been planned beside it."""
+    trainer = make("trainer", "a", trains_on="a")
+    moved = make("generator", "c", trains_on="a", replica=0)
+    moved.read_from(trainer.own)
+    assert moved.site_of("trainer", "generator")["executor"] == "gloo"
+
+
+def test_a_reader_that_comes_to_be_beside_its_trainer_reads_what_that_offers(make: Make) -> None:
+    trainer = make("trainer", "c")
+    assert list(trainer.own["trainer"].at) == ["gloo"]
+    beside = make("generator", "c", replica=0)
+    beside.read_from(trainer.own)
+    site = beside.site_of("trainer", "generator")
+    assert (site["executor"], site["host"]) == ("gloo", "127.0.0.3")
 
 
 def test_a_trainer_listens_again_where_it_did_unless_that_is_taken_or_another_hosts(

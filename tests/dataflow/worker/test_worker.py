@@ -4,14 +4,17 @@ another.
 
 import dataclasses
 import os
+from dataclasses import asdict
 from types import SimpleNamespace
 from typing import Any
 
+import msgpack
+import msgspec
 import pytest
 
 from dataflow import Graph, Model
 from dataflow.errors import DeadlineError
-from dataflow.limits import Limits
+from dataflow.limits import Limits, Patience
 from dataflow.planning.hosts import Devices
 from dataflow.planning.plan import plan
 from dataflow.testing import FakeGenerator, FakePrompts, FakeTrainer
@@ -68,6 +71,11 @@ def test_messages_that_come_before_or_with_the_awaited_one_are_heard_later() -> 
     made._host.tell = lambda node, message: told.append(message)  # type: ignore[method-assign,assignment]
     made._hear()
     assert told == [{"pause": True}, {"evaluate": 0}]
+
+
+def test_a_stop_ends_the_wait() -> None:
+    with pytest.raises(SystemExit):
+        worker(FakeLink([Stop()]))._wait_for(Start)
 
 
 def test_a_wait_has_a_deadline_and_says_who_waited_for_what() -> None:
@@ -134,6 +142,11 @@ def test_a_receiver_that_moves_while_it_retires_has_gone_only_when_it_owes_nothi
     made._hear()
     assert calls == [("retire", {edge: before}), ("move", {edge: now})]
     assert made._retiring == [RetireReceivers(receivers={edge: now}, ticket=3)]
+
+
+def test_what_a_worker_is_told_of_limits_reaches_it_over_the_wire() -> None:
+    settings = Settings(folder="", limits=Limits(start_s=900.0, patience=Patience(of_one=2)))
+    assert msgspec.convert(msgpack.unpackb(msgpack.packb(asdict(settings))), Settings) == settings
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,8 @@ import pytest
 
 from dataflow import Graph, Model
 from dataflow.errors import GraphError
-from operators import Endpoint, Generator, Prompts, agent
+from dataflow.testing import FakeGenerator, FakePrompts
+from operators import Endpoint, Generator, Prompts, agent, episode
 from operators.agents.programs import environment
 
 GENERATOR = Generator(Model("policies/any"), group_size=4)
@@ -61,9 +62,43 @@ def test_an_endpoint_in_a_generators_place_says_where_it_stands() -> None:
     assert found.traits.port == 8123, "the plan puts no other there"
 
 
+@pytest.mark.parametrize(
+    ("command", "knobs", "said"),
+    [
+        ("", {}, "has no program"),
+        ("python solve.py {answer}", {}, r"names \['answer'\] in its command"),
+        ("solve --fast", {"imports": ("json",)}, "is no Python program"),
+        ("python -u", {"imports": ("json",)}, "is no Python program"),
+        ("python solve.py", {"output_kb": 0}, "has output_kb=0"),
+        ("python solve.py", {"concurrency": True}, "has concurrency=True"),
+        ("python solve.py", {"timeout_s": 0}, "has timeout_s=0"),
+    ],
+)
+def test_knobs_that_cannot_be_right_are_refused(
+    command: str, knobs: dict[str, Any], said: str
+) -> None:
+    with pytest.raises(GraphError, match=said):
+        agent(command, **knobs)(GENERATOR, Graph("g").source(prompts()))
+
+
 def test_what_no_column_holds_is_refused() -> None:
     with pytest.raises(GraphError, match="which no column of an episode holds"):
         agent("python solve.py", returns=dict)
+
+
+def test_it_is_applied_to_a_generator_that_answers_turns() -> None:
+    @episode
+    async def other(chat: Any) -> None:
+        await chat.say()
+
+    solve, stream = agent("python solve.py"), Graph("g").source(prompts())
+    with pytest.raises(GraphError, match="is applied to a generator and a stream"):
+        solve(stream, GENERATOR)
+    for no_generator in (other, FakeGenerator(model=Model("m"))):
+        with pytest.raises(GraphError, match="asks a generator for the policy's turns"):
+            solve(no_generator, Graph("g").source(FakePrompts()))
+    with pytest.raises(GraphError, match="has no generator"):
+        Graph("g").apply(solve, Graph("h").source(prompts()))
 
 
 def test_a_program_that_is_not_there_is_named_before_anything_starts(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ import psutil
 import pytest
 from rigs.machine import wait_until
 
-from dataflow.errors import Unusable
+from dataflow.errors import DeadlineError, Unusable
 from operators.agents.host_line import EndedProgram, HostLine
 
 WAIT_S = 30.0
@@ -78,6 +78,12 @@ def test_a_program_is_told_and_says_and_its_end_is_known(line: HostLine) -> None
     assert found[4].last == "key-4-none"
 
 
+def test_a_program_that_says_too_much_is_ended(line: HostLine) -> None:
+    start(line, 0, "sh", "-c", "yes")
+    start(line, 1, "sh", "-c", "yes >&2")
+    assert all(each.is_too_much and each.status == -9 for each in ended(line, 2).values())
+
+
 def test_nothing_is_left_of_a_program_that_has_ended(line: HostLine, tmp_path: Path) -> None:
     """What it started in other groups and sessions neither; programs that run keep theirs."""
     start(line, 0, "sh", "-c", "setsid sleep 20101 & sleep 20101 & wait")
@@ -98,6 +104,13 @@ def test_nothing_is_left_of_a_program_that_has_ended(line: HostLine, tmp_path: P
     line.stop(0)
     assert ended(line, 1)[0].status == -signal.SIGTERM
     assert not sleeping(20101)
+
+
+def test_a_program_that_does_not_end_when_asked_is_killed(line: HostLine) -> None:
+    start(line, 0, "sh", "-c", "trap '' TERM; sleep 20103; sleep 20103")
+    wait_until(lambda: bool(sleeping(20103)), WAIT_S)
+    line.stop(0)
+    assert ended(line, 1)[0].status == -9 and not sleeping(20103)
 
 
 def test_a_program_that_takes_more_memory_than_it_may_fails(line: HostLine) -> None:
@@ -167,6 +180,23 @@ def test_modules_beside_a_program_are_shared_too_and_it_is_ready_when_they_are_t
     assert len({size for _, size in lasts}) == 1
 
 
+def test_imports_that_take_too_long_are_named(tmp_path: Path) -> None:
+    now = [0.0]
+    (tmp_path / "never_there.py").write_text("import time\ntime.sleep(600)\n")
+    line = HostLine(
+        sys.executable, ["never_there"], str(tmp_path), start_s=50.0, clock=lambda: now[0]
+    )
+    try:
+        wait_until(lambda: line.ended() == [] and line.importing == "never_there", WAIT_S)
+        now[0] = 51.0
+        with pytest.raises(
+            DeadlineError, match="not ready after 50 s; found it importing never_there"
+        ):
+            line.ended()
+    finally:
+        line.close()
+
+
 def test_when_the_process_that_starts_programs_dies_they_end_and_others_can_be_started(
     line: HostLine,
 ) -> None:
@@ -178,6 +208,30 @@ def test_when_the_process_that_starts_programs_dies_they_end_and_others_can_be_s
     wait_until(lambda: not sleeping(20104), WAIT_S)  # a kill takes effect a moment after it is sent
     start(line, 1, "echo", "again")
     assert ended(line, 1)[1].last == "again"
+
+
+def test_a_process_that_somebody_stopped_is_let_go_on(line: HostLine) -> None:
+    host = psutil.Process(line.pid)
+    host.suspend()
+    wait_until(lambda: host.status() == psutil.STATUS_STOPPED, WAIT_S, "the stop")
+    start(line, 0, "cat")
+    assert ended(line, 1)[0].last == "a line"
+
+
+def test_programs_end_when_their_owner_does() -> None:
+    owner = (
+        "import sys, time; from operators.agents.host_line import HostLine; line ="
+        " HostLine(sys.executable, []);order = {'env': {}, 'without': [], 'marker': 'x', 'input':"
+        " '', 'memory_mb': None, 'output_bytes': 100};line.start(0, {'argv': ['sh', '-c', 'setsid"
+        " sleep 20105 & sleep 20105'], **order}); time.sleep(60)"
+    )
+    process = subprocess.Popen([sys.executable, "-c", owner])
+    try:
+        wait_until(lambda: len(sleeping(20105)) == 2, WAIT_S)
+    finally:
+        process.kill()
+        process.wait()
+    wait_until(lambda: not sleeping(20105), WAIT_S)
 
 
 def test_programs_end_with_their_owner_though_what_starts_them_was_stopped() -> None:

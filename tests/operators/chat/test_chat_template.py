@@ -24,29 +24,51 @@ from operators.chat.conversation import Conversation
 from operators.generation.tokenize import RowLayout, encode
 
 ASKED = [{"role": "user", "content": "hello"}]
+
+
 SYSTEM, DEVELOPER = {"role": "system", "content": "one"}, {"role": "developer", "content": "two"}
+
+
 REASONING = CHATML.replace(
     "<|im_start|>assistant\n{% endif %}", "<|im_start|>assistant\n<think>\n{% endif %}"
 )
+
+
 """Opens thinking in its generation prompt, as DeepSeek R1's, and writes past turns without it."""
+
+
 ALWAYS = REASONING.replace(
     "{{ m.role }}\n",
     "{{ m.role }}\n{% if m.role == 'assistant' %}<think>\n\n</think>\n\n{% endif %}",
     1,
 )
+
+
 """Writes past turns with thinking, empty where there is none, as Qwen's models that always
 think."""
+
+
 SPACED = CHATML.replace(
     "{{ m.content }}", "{{ ' ' if m.role == 'assistant' }}{{ m.content | trim }}"
 )
+
+
 """With a blank before what the assistant says, as Llama 2's."""
+
+
 HEAD = "<|im_start|>user\nhello<|im_end|>\n<|im_start|>assistant\n"
+
+
 EMPTY = "<think>\n\n</think>\n\n"
+
+
 STRICT = CHATML.replace(
     "<|im_start|>{{ m.role }}\n",
     "{% if m.role == 'developer' or (m.role == 'system' and not loop.first) %}{{"
     " raise_exception('no ' + m.role) }}{% endif %}<|im_start|>{{ m.role }}\n",
 )
+
+
 """Takes one system message, at the beginning, and no developer's, as Qwen 3.5's."""
 
 
@@ -107,6 +129,39 @@ def test_a_turn_that_has_begun_has_no_blank_in_front_that_tokenizers_put_before_
     )[0]
     for prompt in (ids, Conversation(form, begun).prompt()):
         assert form.decode(prompt).endswith("assistant\nIt is")
+
+
+def test_a_beginning_that_the_world_speaks_behind_was_a_turn():
+    form = ChatFormat(tokenizer_for(CHATML))
+    conversation = Conversation(form, [*ASKED, {"role": "assistant", "content": "It is"}])
+    conversation.hear({"role": "user", "content": "what?"})
+    text = form.decode(conversation.prompt())
+    assert (
+        text == f"{HEAD}It is<|im_end|>\n<|im_start|>user\nwhat?<|im_end|>\n<|im_start|>assistant\n"
+    )
+
+
+def test_a_turn_of_the_policys_own_is_not_gone_on_with_when_it_speaks_again():
+    form = ChatFormat(tokenizer_for(CHATML))
+    conversation = Conversation(form, ASKED)
+    conversation.say(sampled(form, "It is", rng_of("own")))
+    conversation.rewrite([{"role": "system", "content": "s"}, *conversation.messages])
+    assert form.decode(conversation.prompt()).endswith("It is<|im_end|>\n<|im_start|>assistant\n")
+
+
+@pytest.mark.parametrize("ended", ["hello </s>", "hello</s>"])
+def test_an_end_behind_a_blank_of_the_templates_is_written_once(ended):
+    """As Llama 2's template has it: ' text </s>'."""
+    template = (
+        "{% for m in messages %}{% if m.role == 'user' %}[INST] {{ m.content }} [/INST]{% else %}"
+        " {{ m.content | trim }} </s>{% endif %}{% endfor %}"
+    )
+    form = ChatFormat(tokenizer_for(template, ends="</s>", special=[]))
+    assert (form.end, form.ending) == (form.tokenizer.eos_token_id, " </s>")
+    conversation = Conversation(form, ASKED)
+    conversation.say(sampled(form, ended.removesuffix("</s>"), rng_of(ended)))
+    conversation.hear(*ASKED)
+    assert form.decode(conversation.prompt()) == f"[INST] hello [/INST]{ended}[INST] hello [/INST]"
 
 
 @pytest.mark.parametrize(

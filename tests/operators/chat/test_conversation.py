@@ -27,6 +27,8 @@ from operators.chat.conversation import Conversation
 from operators.chat.tool_calls import call_opening
 
 USER = {"role": "user", "content": "hello"}
+
+
 PLAIN = (
     "{% for m in messages %}[{{ m.role }}]\n{{ m.content }}\n\n{% endfor %}"
     "{% if add_generation_prompt %}[assistant]\n{% endif %}"
@@ -127,6 +129,17 @@ def test_what_the_template_strips_from_the_past_is_kept_begins_a_row_or_is_refus
         conversation.prompt()
 
 
+def test_a_turn_that_the_template_keeps_begins_no_row():
+    for past in ("sampled", "rendered", "refused"):
+        conversation = Conversation(form_of(STRIPPING), [USER], past=past)
+        said = []
+        for turn in range(3):
+            said.append(say(conversation, "hello\n\nworld", ends=turn != 1))
+            conversation.hear(USER)
+        check_rows(conversation, said)
+        assert len(conversation.rows) == 1
+
+
 def test_tools_that_move_to_the_last_message_begin_a_row_each():
     conversation = Conversation(form_of(MOVING), [USER], tools=[TOOL])
     said = []
@@ -160,6 +173,15 @@ def test_a_past_that_was_cut_begins_a_row_in_which_turns_keep_their_ids():
     said.append(say(conversation, "four"))
     check_rows(conversation, said)
     assert len(conversation.rows) == 2
+
+
+def test_a_past_that_only_goes_on_is_no_rewriting():
+    conversation = Conversation(form_of(), [USER])
+    said = [say(conversation, "hello")]
+    conversation.rewrite([*conversation.messages, USER])
+    said.append(say(conversation, "world"))
+    check_rows(conversation, said)
+    assert len(conversation.rows) == 1
 
 
 def test_the_world_may_say_more_after_a_prompt_that_nobody_answered():
@@ -228,6 +250,15 @@ def test_calls_are_read_and_numbered_and_stand_in_the_ids_with_their_results():
     assert len(conversation.rows) == 1
 
 
+def test_a_broken_call_is_what_the_policy_said():
+    conversation = Conversation(form_of(), [USER], tools=[TOOL])
+    said = conversation.say(
+        sampled(conversation.form, "<tool_call>add(1)</tool_call>", rng_of("broken"))
+    )
+    assert said.message == {"role": "assistant", "content": "<tool_call>add(1)</tool_call>"}
+    assert len(said.broken) == 1
+
+
 REFUSED = {
     "upper": (
         CHATML.replace("{{ m.content }}", "{{ m.content | upper }}"),
@@ -276,7 +307,11 @@ def test_the_world_cannot_speak_for_the_policy():
 THINKING = CHATML.replace(
     "<|im_start|>assistant\n{% endif %}", "<|im_start|>assistant\n<think>\n{% endif %}"
 )
+
+
 NUMBERED = CHATML.replace('{"name"', '{"id": "{{ c.id }}", "name"')
+
+
 SPECIAL = ["<|im_start|>", "<|im_end|>", "<tool_call>"]
 
 

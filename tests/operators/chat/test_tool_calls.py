@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from template_rig import CHATML, tokenizer_for
+from template_rig import CHATML, mistral_template, tokenizer_for, trl_template
 
 from operators.chat.chat_format import ChatError, ChatFormat
 from operators.chat.tool_calls import (
@@ -51,6 +51,13 @@ def test_a_call_is_read(name):
     assert (call["id"], call["type"], call["function"]["name"]) == ("call00007", "function", "add")
     assert json.loads(call["function"]["arguments"]) == {"a": 1, "b": "x\n"}
     assert (read.message["content"], read.broken) == ("", ())
+
+
+@pytest.mark.parametrize("name", [name for name in FORMATS if name != "llama"])
+def test_text_before_a_call_is_content(name):
+    read = FORMATS[name].read(f"well\n{WRITTEN[name]}", TOOLS)
+    assert read.message["content"] == "well"
+    assert len(read.message["tool_calls"]) == 1
 
 
 def test_several_calls_are_read_in_order():
@@ -135,6 +142,14 @@ def test_a_whole_call_beside_a_broken_one_is_a_call():
     assert len(read.broken) == 1
 
 
+def test_text_without_a_call_is_text():
+    for each in FORMATS.values():
+        assert each.read('hello {"a": 1} ', TOOLS).message == {
+            "role": "assistant",
+            "content": 'hello {"a": 1} ',
+        }
+
+
 @pytest.mark.parametrize("name", FORMATS)
 def test_what_is_shown_of_a_growing_text_is_never_a_part_of_a_call(name):
     before = "" if name == "llama" else "well "
@@ -143,6 +158,27 @@ def test_what_is_shown_of_a_growing_text_is_never_a_part_of_a_call(name):
     assert shown == sorted(shown)
     assert max(shown) == len(before)
     assert FORMATS[name].certain("hello world") == len("hello world")
+
+
+@pytest.mark.parametrize(
+    ("template", "name"),
+    [
+        ("qwen2_5", "hermes"),
+        ("qwen3", "hermes"),
+        ("qwen3_5_think", "xml"),
+        ("llama3_1", "llama"),
+        ("deepseekv3", "deepseek"),
+        ("v3", "mistral"),
+        ("v7", "mistral"),
+        ("v11", "mistral-named"),
+        ("v13", "mistral-named"),
+        ("llama3", None),
+    ],
+)
+def test_the_format_is_seen_in_what_the_template_writes(template, name):
+    made = mistral_template(template) if template.startswith("v") else trl_template(template)
+    found = format_of(ChatFormat(tokenizer_for(made, template)))
+    assert (found and found.name) == name
 
 
 def test_what_a_template_writes_is_read_as_it_was_called():

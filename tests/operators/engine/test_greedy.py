@@ -56,3 +56,32 @@ def test_greedy_output_is_that_of_generate(family, generated, shared_model, make
     for i, (prompt, tokens) in enumerate(zip(PROMPTS, generated(family), strict=True)):
         assert found[i]["tokens"].tolist() == prompt.tolist() + tokens
         assert found[i]["reason"] == (STOPPED if tokens[-1] == 1 else TOO_LONG)
+
+
+def test_the_cache_grows_without_changing_the_output(make_model, make_engine):
+    model = make_model()
+    prompt = np.arange(2, 12)
+    expected = model.generate(
+        torch.tensor(prompt)[None], max_new_tokens=90, do_sample=False, eos_token_id=None
+    )
+    engine = make_engine(
+        model, slots=2, context_tokens=128, sampling=Sampling(temperature=0.0), end_tokens=[]
+    )
+    found = drive(engine, starts([prompt, prompt], [20, 100]))
+    assert found[1]["tokens"].tolist() == expected[0].tolist()
+    assert found[0]["tokens"].tolist() == expected[0, :20].tolist()
+
+
+def test_rollouts_of_one_prompt_share_its_prefill(make_model, make_engine):
+    model = make_model()
+    engine = make_engine(
+        model, slots=8, context_tokens=32, sampling=Sampling(temperature=0.0), end_tokens=[]
+    )
+    fed = []
+    forward = engine._forward
+    engine._forward = lambda new: (
+        fed.append(engine.rows.n + sum(prefix.new for prefix in new)) or forward(new)
+    )
+    found = drive(engine, starts([np.arange(2, 9)], [12], copies=8))
+    assert fed == [7, 8, 8, 8, 8]
+    assert len({tuple(row["tokens"].tolist()) for row in found.values()}) == 1

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from replaying import drive, recomputed
 from rigs.examples import examples
 
+from operators.engine.attention import attend
 from operators.engine.interface import ABORTED, PromptStart
 from operators.engine.sampler import Sampling
 
@@ -124,6 +125,23 @@ def test_a_prompt_seen_before_is_not_computed_again_until_the_weights_change(ada
 
 
 @pytest.mark.parametrize("threads", [1, 2])
+def test_a_prefix_that_is_known_in_part_gives_the_same_rollouts(threads, adapted):
+    """Even where the known part is computed in the very same step, for another prompt."""
+    torch.set_num_threads(threads)
+    shared = np.arange(33) % 29 + 2
+    prompts = [np.concatenate([shared, tail]) for tail in ([3, 4], [5], [], np.arange(2, 25))]
+    limits = [len(prompt) + 8 for prompt in prompts]
+    alone = {}
+    for start in work(prompts, limits):
+        alone |= drive(adapted(), [start])
+    together = drive(adapted(slots=16), work(prompts, limits))
+    torch.set_num_threads(1)
+    for ticket, row in together.items():
+        assert row["tokens"].tolist() == alone[ticket]["tokens"].tolist()
+        np.testing.assert_allclose(row["logprobs"], alone[ticket]["logprobs"], atol=1e-5)
+
+
+@pytest.mark.parametrize("threads", [1, 2])
 def test_tokens_that_prompts_have_in_common_are_computed_once_within_a_page_too(threads, adapted):
     torch.set_num_threads(threads)
     shared = np.arange(27) % 29 + 2
@@ -147,6 +165,19 @@ def test_tokens_that_prompts_have_in_common_are_computed_once_within_a_page_too(
         np.testing.assert_allclose(row["logprobs"], alone[ticket]["logprobs"], atol=1e-5)
         if engine.fused is not None:
             np.testing.assert_array_equal(row["logprobs"], alone[ticket]["logprobs"])
+
+
+def test_siblings_hold_the_full_pages_of_their_prompt_once_and_are_told_to_attention_as_a_run(
+    adapted,
+):
+    engine = adapted()
+    engine.step(work([np.arange(37) % 29 + 2, np.arange(20) % 17 + 3], [60, 60]))
+    assert engine.pages.count - engine.pages.available == (2 + 4) + (1 + 4)
+    runs, shared = engine.rows.runs()
+    assert runs.tolist() == [0, 4, 8] and shared.tolist() == [2, 1]
+    engine.abort([1, 2, 3])
+    runs, shared = engine.rows.runs()
+    assert runs.tolist() == [0, 1, 5] and shared.tolist() == [0, 1]
 
 
 def test_aborted_rollouts_come_back_as_far_as_they_got_and_the_rest_goes_on(adapted):
@@ -213,3 +244,10 @@ def test_the_mask_names_every_token_that_truncation_left(adapted, make_model):
         assert [ids.tolist() for ids in row["left"]] == [
             mask.nonzero()[:, 0].tolist() for mask in left
         ]
+
+
+def test_attention_is_called_by_name_only_with_pages():
+    from operators.models.folders import ModelError
+
+    with pytest.raises(ModelError, match="slots"):
+        attend(torch.nn.Identity(), *[torch.zeros(1, 1, 1, 4)] * 3, None)

@@ -46,6 +46,15 @@ def test_a_policy_folder_is_loaded_as_a_critic_whose_values_are_0(folder):
     )
 
 
+def test_a_critic_that_was_saved_keeps_its_head(folder, tmp_path):
+    critic = load_model(Model(str(folder), head="value"))
+    torch.nn.init.normal_(critic.score.weight)
+    critic.save_pretrained(tmp_path)
+    assert torch.equal(
+        load_model(Model(str(tmp_path), head="value")).score.weight, critic.score.weight
+    )
+
+
 def test_a_judge_gives_a_number_per_sequence_and_one_without_a_head_is_refused(
     folder, make_model, tmp_path
 ):
@@ -59,11 +68,28 @@ def test_a_judge_gives_a_number_per_sequence_and_one_without_a_head_is_refused(
     refused(folder, "score.weight", "random", head="score")
 
 
+def test_a_folder_that_is_not_there_is_named(tmp_path):
+    refused(tmp_path / "nowhere", "nowhere", "no folder")
+    with pytest.raises(ModelError, match="no folder"):
+        load_tokenizer(Model(str(tmp_path / "nowhere")))
+
+
+def test_a_folder_without_a_config_is_refused(tmp_path):
+    (tmp_path / "notes.txt").write_text("hello")
+    refused(tmp_path, "config.json", "notes.txt")
+
+
 def test_a_missing_shard_is_named(make_model, tmp_path):
     make_model().save_pretrained(tmp_path, max_shard_size="10KB")
     lost = sorted(tmp_path.glob("model-*.safetensors"))[1]
     lost.unlink()
     refused(tmp_path, lost.name)
+
+
+def test_a_truncated_shard_is_refused(copy):
+    weights = copy / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:1000])
+    refused(copy, str(copy))
 
 
 def test_weights_that_the_config_needs_and_the_folder_lacks_are_named(copy):

@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from dataflow import Model
 from operators.engine import attention
 from operators.engine.build import adapt
 from operators.engine.decode import Engine
@@ -23,6 +24,7 @@ from operators.engine.precision import (
     unrounded,
 )
 from operators.engine.precision import linear as linear_layers
+from operators.engine.precision.intake import quantized_names
 from operators.engine.precision.linear import (
     FEW_ROWS,
     QuantisedExperts,
@@ -38,8 +40,12 @@ from transport.weights.encoding import Encoding
 from transport.weights.tensor_encoder import EncodedWriter, Encoder
 
 WHOLE_STEPS = 2
+
+
 """Of what rounding does, the most that last bits do by rounding: it moves a number by half a step,
 they by a whole."""
+
+
 IDS = torch.from_numpy(np.random.default_rng(0).integers(2, 32, (3, 20)))
 
 
@@ -130,6 +136,15 @@ def test_rows_and_tokens_of_zeros_stay_zero_and_none_is_not_finite(form):
     assert not unpack(values, scale, torch.float32).any()
     tokens, width = per_token(torch.zeros(2, 8), form)
     assert not (tokens.float() * width).any()
+
+
+@pytest.mark.parametrize("weights", FORMATS)
+@pytest.mark.parametrize("poison", [float("nan"), float("inf")])
+def test_a_weight_that_is_not_finite_gives_logits_that_are_not(make_model, weights, poison):
+    model = make_model()
+    model.model.layers[1].mlp.down_proj.weight[3, 5] = poison
+    quantise(model, weights)
+    assert not logits(model).isfinite().any()
 
 
 def test_quantising_in_slices_gives_what_the_whole_gives(monkeypatch):
@@ -246,6 +261,19 @@ def test_a_token_of_the_dynamic_format_has_one_result_whatever_is_beside_it(make
     assert all(torch.equal(layer(inputs[i : i + 1])[0], together[i]) for i in range(50))
 
 
+@pytest.mark.parametrize("weights", FORMATS)
+def test_what_is_not_quantised_keeps_its_name_and_memory(make_model, weights):
+    model = make_model("qwen2")
+    before = dict(model.state_dict())
+    intake = quantise(model, weights)
+    after = model.state_dict()
+    narrow = {f"{path}.weight" for path in narrow_layers(model)}
+    assert set(after) == set(before) | {name.replace(".weight", ".scale") for name in narrow}
+    assert all(after[name].data_ptr() == before[name].data_ptr() for name in set(before) - narrow)
+    assert all(parameter.dtype is torch.float32 for parameter in model.parameters())
+    assert list(intake.tensors) == [name for name, _ in make_model("qwen2").named_parameters()]
+
+
 def test_staging_takes_no_memory(make_model):
     model = make_model(hidden_size=64, intermediate_size=128)
     intake = quantise(model, "int8")
@@ -265,6 +293,24 @@ def test_the_head_is_quantised_when_asked_unless_it_is_tied(make_model):
     assert type(tied.lm_head) is torch.nn.Linear
     assert tied.lm_head.weight is tied.model.embed_tokens.weight
     assert intake.tensors["model.embed_tokens.weight"] is tied.model.embed_tokens.weight
+
+
+def test_layers_that_share_a_weight_share_the_quantised_one(make_model):
+    def shared():
+        model = make_model()
+        model.model.layers[1].mlp.up_proj.weight = model.model.layers[0].mlp.up_proj.weight
+        return model
+
+    model = shared()
+    intake = quantise(model, "int8", adopt="copy")
+    intake.tensors["model.layers.0.mlp.up_proj.weight"].data.mul_(3)
+    intake.adopted()
+    first, second = (layer.mlp.up_proj for layer in model.model.layers)
+    assert first.weight is second.weight
+    assert first.scale is second.scale
+    torch.testing.assert_close(
+        logits(model), logits(stands_for(shared(), model)), rtol=1e-5, atol=1e-5
+    )
 
 
 @pytest.mark.parametrize("adopt", ["view", "copy"])
@@ -387,6 +433,42 @@ def test_a_version_that_arrives_narrow_is_adopted_by_turning_pointers(make_model
         low <= part.data_ptr() < high for layer in layers for part in (layer.weight, layer.scale)
     )
     assert all(parameter.dtype is torch.float32 for parameter in model.parameters())
+
+
+@pytest.mark.parametrize(
+    ("family", "changes"),
+    [("llama", {}), ("qwen2", {"tie_word_embeddings": True}), ("gemma2", {}), ("mixtral", {})],
+)
+def test_the_narrow_tensors_are_told_by_a_models_config_alone(
+    make_model, family, changes, tmp_path
+):
+    model = make_model(family, **changes)
+    model.config.save_pretrained(tmp_path)
+    names = quantized_names(Model(str(tmp_path)))
+    assert names == linear_weights(model)
+    quantise(model, "int8")
+    assert len(names) == len(narrow_layers(model))
+
+
+@pytest.mark.parametrize("knobs", [{"group": 16}, {"head": True}])
+def test_weights_that_arrive_narrow_have_a_scale_per_row_and_no_head(make_model, knobs):
+    with pytest.raises(ModelError, match="leave both out"):
+        quantise(make_model(), "int8", arrives_quantised=True, **knobs)
+
+
+def test_greedy_decoding_with_quantised_weights_is_that_of_the_dequantised_ones(make_model):
+    model = make_model()
+    narrow = copy.deepcopy(model)
+    quantise(narrow, "int8")
+    knobs = {
+        "do_sample": False,
+        "max_new_tokens": 20,
+        "attention_mask": torch.ones(1, 5, dtype=torch.int64),
+    }
+    found, expected = (
+        m.generate(IDS[:1, :5], **knobs) for m in (narrow, stands_for(model, narrow))
+    )
+    assert torch.equal(found, expected)
 
 
 def decoded(model, *, steps=12, kernel=None, token_bytes=0):

@@ -150,6 +150,40 @@ def test_a_reward_sees_the_special_tokens_where_it_asks_for_them(build, tokenize
     assert any(row["raw_completion"].endswith("<eos>") for row in rows)
 
 
+def test_it_has_nothing_to_do_until_prompts_arrive(build):
+    runtime = build()
+    assert runtime.work() is None
+    assert runtime.pending() == 0 and runtime.room() > 0
+    runtime.push(prompts(["abc"]))
+    assert runtime.pending() == 4
+    assert runtime.work() is not None
+    run_dry(runtime)
+    assert runtime.pending() == 0 and runtime.work() is None
+
+
+def test_an_arrival_is_acknowledged_with_the_last_of_its_groups(build):
+    acked = []
+    runtime = build(slots=4, max_tokens=6)
+    runtime.push(prompts(["a", "b"], first=0, acked=acked))
+    runtime.push(prompts(["c"], first=2, acked=acked))
+    seen = []
+    while (made := runtime.work()) is not None:
+        seen += [row["group_id"] for row in rows_of(made)]
+        assert [first for _, first in acked] == [
+            first for first, last in ((0, 1), (2, 2)) if last in seen
+        ]
+    assert len(acked) == 2
+
+
+def test_the_prompt_may_ask_for_its_own_group_size(build):
+    runtime = build(slots=4, max_tokens=5)
+    runtime.push(prompts(["ab", "cd", "ef"], sizes=[1, 0, 11]))
+    rows = rows_of(run_dry(runtime))
+    assert [sum(row["group_id"] == i for row in rows) for i in range(3)] == [1, 4, 11]
+    assert {row["rollout_id"] for row in rows if row["group_id"] == 2} == set(range(22, 33))
+    assert {row["group_size"] for row in rows if row["group_id"] == 1} == {4}
+
+
 def test_training_groups_start_only_within_the_staleness_bound(build, make_model):
     plane, ledger = FakePlane({0: make_model(), 1: make_model(seed=1)}), FakeLedger()
     bounds = {"train": Bound(max_staleness=1, prompts_per_step=2, steps=4)}
@@ -232,6 +266,47 @@ def test_a_version_that_the_plane_refuses_does_not_disturb_the_rollouts(
     assert plane.polls > 6
 
 
+def test_the_engine_is_told_which_version_was_taken_though_another_one_was_offered_before(
+    build, make_model, monkeypatch
+):
+    plane = FakePlane(
+        {0: make_model(), 1: make_model(seed=1), 2: make_model(seed=2)}, at_poll={0: 0, 5: 1}
+    )
+    runtime = build(context={"reader": plane})
+    told = []
+    adopted = runtime.engine.adopted
+    monkeypatch.setattr(
+        runtime.engine, "adopted", lambda version: (told.append(version), adopted(version))
+    )
+    take = plane.adopt
+
+    def take_newer():
+        plane.offered += plane.offered == 1  # between the look and the taking
+        return take()
+
+    monkeypatch.setattr(plane, "adopt", take_newer)
+    runtime.push(prompts(letters(3)))
+    rows = rows_of(run_dry(runtime))
+    assert told == [0, 2]
+    assert {version for row in rows for version in row["versions"]} == {-1, 0, 2}
+
+
+def test_after_a_trainers_restart_the_engine_is_told_its_version_though_it_is_no_higher(
+    build, make_model, monkeypatch
+):
+    plane = FakePlane({0: make_model(), 1: make_model(seed=1)}, at_poll={0: 1, 5: 1, 9: 0})
+    runtime = build(context={"reader": plane})
+    told = []
+    adopted = runtime.engine.adopted
+    monkeypatch.setattr(
+        runtime.engine, "adopted", lambda version: (told.append(version), adopted(version))
+    )
+    runtime.push(prompts(letters(3)))
+    rows = rows_of(run_dry(runtime))
+    assert told == [1, 1, 0]
+    assert {version for row in rows for version in row["versions"]} == {-1, 0, 1}
+
+
 @pytest.mark.parametrize(("policy", "oracle"), [("keep", replayed), ("recompute", recomputed)])
 def test_weights_change_in_the_middle_of_rollouts_and_every_token_tells(
     policy, oracle, build, make_model
@@ -264,6 +339,19 @@ def test_the_same_seed_gives_the_same_rollouts_in_other_slots_and_another_does_n
     assert tokens(1) != tokens(2)
 
 
+def test_lengths_that_are_sent_on_are_those_that_were_started(build):
+    """Nothing is thrown away at the end of a segment, so long rollouts are not fewer than they
+    were.
+    """
+    whole = build(slots=256, segment_tokens=100, max_tokens=60)
+    cut = build(slots=8, segment_tokens=2, max_tokens=60)
+    lengths = []
+    for runtime in (whole, cut):
+        runtime.push(prompts(letters(30)))
+        lengths.append({row["rollout_id"]: len(row["tokens"]) for row in rows_of(run_dry(runtime))})
+    assert lengths[0] == lengths[1] and len(lengths[0]) == 120
+
+
 def test_prompts_that_cannot_be_served_become_error_rows_beside_the_others(build):
     runtime = build(context_tokens=16, max_tokens=50)
     runtime.push(prompts(["ab", "", "x" * 16, None, "y" * 15]))
@@ -279,6 +367,17 @@ def test_prompts_that_cannot_be_served_become_error_rows_beside_the_others(build
     assert {len(row["tokens"]) for row in rows if row["group_id"] == 4} == {16}
 
 
+def test_a_prompt_with_a_token_beyond_the_embeddings_becomes_error_rows_beside_the_others(build):
+    runtime = build()
+    runtime.tokenizer.add_tokens(["<new>"])
+    runtime.push(prompts(["ab", "a<new>", "cd"]))
+    errors = {row["group_id"]: row["error"] for row in rows_of(run_dry(runtime))}
+    assert (
+        errors[0] is errors[2] is None
+        and f"but the model knows {runtime.engine.vocabulary}" in errors[1]
+    )
+
+
 def test_logits_that_are_not_finite_become_error_rows(build):
     runtime = build()
     with torch.no_grad():
@@ -289,6 +388,18 @@ def test_logits_that_are_not_finite_become_error_rows(build):
     assert len(rows) == 4
     assert all(row["finish_reason"] == "error" and "not finite" in row["error"] for row in rows)
     assert all(row["tokens"] == [2, 3, 4] and not any(row["mask"]) for row in rows)
+
+
+def test_the_completion_ends_before_a_stop_string(build, tokenizer):
+    runtime = build(stop=("a", "bc"), temperature=2.0, max_tokens=40)
+    runtime.push(prompts(letters(20)))
+    rows = rows_of(run_dry(runtime))
+    assert len(rows) == 80
+    stopped = [row for row in rows if row["finish_reason"] == "stop" and row["tokens"][-1] != 1]
+    assert len(stopped) > 20
+    for row in stopped:
+        whole = tokenizer.decode(row["tokens"][row["mask"].index(True) :], skip_special_tokens=True)
+        assert whole in (row["completion"] + "a", row["completion"] + "bc")
 
 
 def test_chat_messages_are_laid_out_by_the_template(folder, tmp_path):
@@ -323,3 +434,11 @@ def test_the_heartbeat_tells_version_load_and_rate(build):
         and status["waiting"] == status["active"] == 0
     )
     assert len(rows) > 0
+
+
+def test_room_is_left_while_one_source_has_no_prompts(build):
+    runtime = build(context={"columns": {"train": COLUMNS, "held_out": COLUMNS}})
+    runtime.push(prompts(letters(300)))
+    assert runtime.room() > 0
+    runtime.push(prompts(letters(300), "held_out"))
+    assert runtime.room() == 0

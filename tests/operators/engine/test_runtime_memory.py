@@ -89,6 +89,12 @@ def test_the_mask_column_is_null_in_the_prompt_and_holds_the_token_drawn(build):
             assert (token in left and len(left) == 3) if drawn else left is None
 
 
+def test_without_truncation_the_mask_column_is_null(build):
+    runtime = build(sampling_mask=True, max_tokens=3)
+    runtime.push(prompts(["ab"]))
+    assert all(left is None for row in rows_of(run_dry(runtime)) for left in row[SAMPLING_MASK])
+
+
 @pytest.mark.parametrize("weights", ["bfloat16", "int8", "int8_dynamic", "fp8"])
 def test_narrow_weights_follow_the_trainer(weights, build, make_model):
     def tokens(models, at_poll):

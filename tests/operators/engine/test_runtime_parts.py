@@ -10,15 +10,19 @@ from rigs.ending import at_end
 from test_runtime import COLUMNS, FakePlane, letters, prompts, rows_of, run_dry
 
 from dataflow.folder.ledger import Ledger
+from dataflow.folder.partial_rollouts import PartialRollout, PartialRow
 from dataflow.folder.run_folder import RunFolder
 from dataflow.model import Model
-from dataflow.runtime import Context
+from dataflow.records import SAMPLING_MASK
+from dataflow.runtime import Batch, Context
 from dataflow.staleness import Bound
 from operators.engine.sampler import Sampling
 from operators.generation.groups import partial_rollouts_of
 from operators.generator import Generator
 
 SEGMENT = 8
+
+
 TEXTS = letters(6, seed=3)
 
 
@@ -142,6 +146,72 @@ def test_what_is_kept_is_not_drawn_again(site, undisturbed):
     assert second.engine.drawn + recalled == sum(sum(row["mask"]) for row in made)
 
 
+def test_rollouts_that_ended_while_siblings_go_on_are_kept_with_their_text_and_reason(site):
+    knobs = {"stop": ("b",), "max_tokens": 60, "group_size": 6}
+    first = site.process(**knobs)
+    first.push(site.issue(TEXTS))
+    rows = segments(first, 3)
+    ended = {
+        (group.group_id, position): row
+        for group, _ in first._tickets.values()
+        for position, row in enumerate(group.rows)
+        if position in group.written_ends
+    }
+    assert len(ended) > 3 and {row.reason for row in ended.values()} == {0}
+    assert any(row.text is not None for row in ended.values())
+    second = site.process(**knobs)
+    second.push(unsent(TEXTS, rows))
+    second.work()
+    known = {(group.group_id, position): group for group, position in second._tickets.values()}
+    assert not ended.keys() & known.keys(), "no row that ended has a slot"
+    made = {(row["group_id"], row["position"]): row for row in rows_of(run_dry(second))}
+    for key, row in ended.items():
+        if key in made:
+            assert (
+                made[key]["tokens"] == row.tokens.ids.tolist()
+                and made[key]["finish_reason"] == "stop"
+            )
+            assert row.text is None or made[key]["completion"] == row.text
+
+
+def test_a_group_all_of_whose_rollouts_had_ended_leaves_at_once(site):
+    """Two replicas each finished a part of it, and neither the whole."""
+    one, other = site.process(0), site.process(1)
+    batch = site.issue(TEXTS[:1])
+    for runtime in (one, other):
+        runtime.push(batch)
+        runtime.work()
+        (group,) = {id(group): group for group, _ in runtime._tickets.values()}.values()
+        row = runtime.engine.progress(min(runtime._tickets))
+        for position in (0, 1) if runtime is one else (2, 3):
+            rollout = PartialRollout(
+                begin=0, tokens=row.tokens[row.start :], finish_reason="length"
+            )
+            runtime._partial._files["train"].append([PartialRow(0, position, group.mark, rollout)])
+    third = site.process()
+    third.push(batch)
+    rows = rows_of(third.work())
+    assert [row["position"] for row in rows] == [0, 1, 2, 3] and third.engine.drawn == 0
+    assert third.pending() == 0 and third.work() is None
+
+
+def test_rollouts_that_end_within_a_segment_write_nothing(site):
+    runtime = site.process(max_tokens=SEGMENT - 1, slots=7, group_size=3)
+    runtime.push(site.issue(TEXTS * 4))
+    assert len(rows_of(run_dry(runtime))) == 72
+    assert site.files == []
+
+
+def test_evaluations_write_nothing(site):
+    batch = site.issue(TEXTS)
+    at = batch.records.schema.get_field_index("round_size")
+    records = batch.records.set_column(at, "round_size", pa.array([6] * 6, pa.int32()))
+    runtime = site.process()
+    runtime.push(type(batch)(batch.source, records))
+    assert len(rows_of(run_dry(runtime))) == 24
+    assert site.files == []
+
+
 def test_files_go_with_the_outcomes_of_their_groups(site):
     first = site.process()
     first.push(site.issue(TEXTS))
@@ -175,6 +245,19 @@ def test_a_torn_file_costs_what_was_torn_and_no_more(site, undisturbed):
         for left in site.folder.finished("generator").iterdir():
             left.unlink()
     assert recalled == sorted(recalled) and recalled[0] < recalled[1] < recalled[2]
+
+
+def test_another_replica_goes_on_with_what_one_left(site, undisturbed):
+    first = site.process(replica=0)
+    first.push(site.issue(TEXTS))
+    rows = segments(first, 3)
+    halves = [unsent(TEXTS, rows).records.slice(0, 3), unsent(TEXTS, rows).records.slice(3)]
+    for replica, half in zip((1, 2), halves, strict=True):
+        runtime = site.process(replica=replica)
+        runtime.push(Batch("train", half))
+        rows += rows_of(run_dry(runtime))
+        assert runtime.status()["recalled"] > 0
+    assert_same(by_id(rows), undisturbed())
 
 
 @pytest.mark.parametrize("policy", ["keep", "recompute"])
@@ -251,3 +334,65 @@ def test_vllm_keeps_no_parts(site):
     )
     assert partial_rollouts_of(Generator(Model("somewhere")), context) is not None
     assert partial_rollouts_of(Generator(Model("somewhere"), engine="vllm"), context) is None
+
+
+def test_little_memory_makes_recalled_rollouts_wait_and_changes_none(site, undisturbed):
+    first = site.process()
+    first.push(site.issue(TEXTS))
+    rows = segments(first, 4)
+    tight = {"context_tokens": 56, "cache_bytes": 6 * 16 * first.engine.token_bytes}
+    second = site.process(**tight)
+    second.push(unsent(TEXTS, rows))
+    parked = []
+    while (made := second.work()) is not None:
+        rows += rows_of(made)
+        parked.append(second.status()["parked"])
+    assert max(parked) > 1 and second.status()["recalled"] > 0
+    assert_same(by_id(rows), undisturbed())
+
+
+def test_the_mask_is_kept_token_by_token(site):
+    knobs = {"top_k": 3, "sampling_mask": True}
+    first = site.process(**knobs)
+    first.push(site.issue(TEXTS))
+    rows = segments(first, 3)
+    second = site.process(**knobs)
+    second.push(unsent(TEXTS, rows))
+    for row in rows_of(run_dry(second)):
+        for token, drawn, left in zip(row["tokens"], row["mask"], row[SAMPLING_MASK], strict=True):
+            assert (token in left and len(left) == 3) if drawn else left is None
+    assert second.status()["recalled"] > 0
+
+
+def test_flags_that_are_read_late_let_no_token_after_the_end_be_kept(make_model):
+    """As on a GPU: a row in the batch may have drawn its end one step ago."""
+    from operators.engine import build
+    from operators.engine.decode import Engine
+    from operators.engine.interface import PromptStart
+
+    found = build.adapt(model := make_model(), "tiny")
+    engine = Engine(
+        model,
+        slots=16,
+        context_tokens=64,
+        end_tokens=[1],
+        sampling=Sampling(),
+        lag=1,
+        token_bytes=found.token_bytes,
+    )
+    starts = [
+        PromptStart(prompt=np.array([2 + i, 3]), limit=60, tickets=[i], seeds=[i])
+        for i in range(16)
+    ]
+    seen: dict[int, list[int]] = {}
+    whole: dict[int, list[int]] = {}
+    engine.step(starts)
+    while engine.live:
+        for ticket, stretch in engine.new_tokens(lambda ticket: len(seen.get(ticket, [])), 1):
+            assert stretch.begin == len(seen.setdefault(ticket, []))
+            seen[ticket] += stretch.tokens.ids.tolist()
+        for row in engine.step():
+            whole[row.ticket] = row.tokens.ids[2:].tolist()
+    assert len(whole) == 16 and any(tokens[-1] == 1 for tokens in whole.values())
+    for ticket, tokens in seen.items():
+        assert tokens == whole[ticket][: len(tokens)] and 1 not in tokens

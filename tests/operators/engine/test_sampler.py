@@ -11,6 +11,8 @@ from sampling_reference import reference
 from operators.engine.sampler import RowSampling, Sampling, draw, uniform
 
 LOGITS = torch.tensor([2.0, 1.0, 0.5, 0.0, -1.0, -2.0, 1.5, 0.2])
+
+
 KNOBS = [
     Sampling(),
     Sampling(temperature=0.7),
@@ -144,6 +146,16 @@ def test_a_draw_off_the_cpu_never_looks_at_a_value(sampling):
         assert log_distribution(there((6, 3000), torch.float32), given, seen).shape == (6, 3000)
 
 
+def test_selected_rows_keep_their_knobs():
+    logits, seen, seeds, counts = _batch(len(KNOBS), 64)
+    rows = torch.tensor([12, 2, 5, 5, 0])
+    sampling = RowSampling.of(KNOBS, "cpu")
+    whole = draw(logits, sampling, seeds, counts, seen=seen)
+    part = draw(logits[rows], sampling.select(rows), seeds[rows], counts[rows], seen=seen[rows])
+    assert torch.equal(part.tokens, whole.tokens[rows])
+    assert torch.equal(part.logprobs, whole.logprobs[rows])
+
+
 def test_noise_is_uniform_over_positions_of_one_seed_and_over_seeds():
     for seeds, counts in (
         (torch.zeros(100_000, dtype=torch.int64), torch.arange(100_000)),
@@ -185,6 +197,17 @@ def test_logits_that_are_not_finite_show_in_the_logprob_of_their_row_alone(sampl
         is_broken = value != -float("inf") or broken == 8
         assert drawn.logprobs.isfinite().tolist() == [True, not is_broken, True]
         assert int(drawn.tokens.min()) >= 0 and int(drawn.tokens.max()) < 8
+
+
+def test_ties_with_the_last_token_kept_are_kept():
+    logits = torch.tensor([[3.0, 1.0, 1.0, 0.0, 3.0]])
+    for sampling, wanted in (
+        (Sampling(top_k=1), [0, 4]),
+        (Sampling(top_k=3), [0, 1, 2, 4]),
+        (Sampling(top_p=0.3), [0, 4]),
+        (Sampling(top_p=1e-9), [0, 4]),
+    ):
+        assert log_distribution(logits, sampling)[0].isfinite().nonzero()[:, 0].tolist() == wanted
 
 
 @pytest.mark.parametrize(

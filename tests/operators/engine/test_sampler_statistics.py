@@ -9,9 +9,17 @@ from sampling_reference import reference
 from operators.engine.sampler import RowSampling, Sampling, draw
 
 DRAWS = 200_000
+
+
 VOCABULARY = 24
+
+
 LEAST = 1e-4
+
+
 """Of the p-value: a test of seeded draws fails by chance once in this many choices of the seeds."""
+
+
 KNOBS = {
     "plain": Sampling(),
     "temperature": Sampling(temperature=0.6),
@@ -22,7 +30,11 @@ KNOBS = {
     "repetition_penalty": Sampling(repetition_penalty=1.7),
     "all": Sampling(temperature=1.4, top_k=12, top_p=0.95, min_p=0.05, repetition_penalty=1.3),
 }
+
+
 LOGITS = torch.randn(VOCABULARY, generator=torch.Generator().manual_seed(1))
+
+
 SEEN = torch.arange(VOCABULARY) % 3 == 0
 
 
@@ -84,6 +96,23 @@ def test_rows_of_one_batch_each_fit_their_own_reference():
         assert chi_square(_counts(found), expected) > LEAST, name
 
 
+@pytest.mark.parametrize("knob", KNOBS)
+def test_a_distribution_that_is_off_by_a_few_percent_is_rejected(knob):
+    counts = _counts(_draws(KNOBS[knob], 10**6))
+    shares = reference(LOGITS, KNOBS[knob], SEEN).exp()
+    off = shares * torch.where(torch.arange(VOCABULARY) % 2 == 0, 1.03, 0.97)
+    assert chi_square(counts, off / off.sum() * DRAWS) < LEAST
+
+
+@pytest.mark.parametrize(("knob", "wrong"), [("temperature", 0.63), ("hot", 1.75)])
+def test_a_wrong_temperature_is_rejected(knob, wrong):
+    counts = _counts(_draws(KNOBS[knob], 10**6))
+    assert (
+        chi_square(counts, reference(LOGITS, Sampling(temperature=wrong), SEEN).exp() * DRAWS)
+        < LEAST
+    )
+
+
 @pytest.mark.parametrize("distance", [1, 2, 5])
 def test_tokens_of_one_rollout_are_drawn_independently(distance):
     tokens = _draws(Sampling(top_k=6), 10**8)
@@ -103,3 +132,11 @@ def test_neighbouring_seeds_draw_independently():
         tokens[::2][: DRAWS // 2] * VOCABULARY + tokens[1::2], minlength=VOCABULARY**2
     )
     assert chi_square(pairs, torch.outer(shares, shares).flatten() * (DRAWS // 2)) > LEAST
+
+
+def test_the_p_value_is_that_of_the_chi_square_distribution():
+    expected = torch.full((11,), 100.0, dtype=torch.float64)
+    for statistic, wanted in ((18.307, 0.05), (29.588, 0.001)):  # tables for 10 degrees of freedom
+        away = torch.zeros(11, dtype=torch.float64)
+        away[0], away[1] = (statistic * 50) ** 0.5, -((statistic * 50) ** 0.5)
+        assert chi_square(expected + away, expected) == pytest.approx(wanted, rel=1e-3)

@@ -11,6 +11,7 @@ import transformers
 from replaying import drive
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
+from operators.engine import decode
 from operators.engine.interface import STOPPED, TOO_LONG, PromptStart
 from operators.engine.sampler import Sampling
 from operators.engine.stop_strings import StopCache, StopStrings, end_tokens, split, stops_of
@@ -19,6 +20,13 @@ from operators.models.folders import ModelError
 
 def ids(tokenizer, text):
     return np.array(tokenizer(text)["input_ids"])
+
+
+def test_only_tokens_with_the_last_character_of_a_stop_are_looked_at(tokenizer):
+    may = StopStrings(tokenizer, ("xyz", "q.")).may_stop(40)
+    assert sorted(np.nonzero(may.numpy())[0]) == sorted(
+        [*ids(tokenizer, "z"), *ids(tokenizer, ".")]
+    )
 
 
 def test_the_text_before_the_first_stop_is_kept(tokenizer):
@@ -57,6 +65,10 @@ def test_every_end_token_that_is_declared_counts(make_model, tokenizer):
     model = make_model()
     model.generation_config.eos_token_id = [7, 9]
     assert end_tokens(model, tokenizer) == [1, 7, 9]
+
+
+def test_a_stop_that_is_a_special_token_is_an_end_token(tokenizer):
+    assert split(tokenizer, ("end", "<pad>", 7), 32) == ([0, 7], ("end",))
 
 
 @pytest.mark.parametrize(
@@ -140,3 +152,17 @@ def test_a_stop_of_many_bytes_to_a_character_is_found_at_the_end_of_a_long_compl
     )
     stop = "\U0001f600" * 10
     assert StopStrings(byte_wise, (stop,)).find(ids(byte_wise, "a" * 60 + stop)) == "a" * 60
+
+
+def test_stops_that_no_row_has_any_more_are_let_go(make_model, tokenizer, make_engine, monkeypatch):
+    monkeypatch.setattr(decode, "MOST_STOPS", 3)
+    engine = make_engine(make_model(), slots=4, end_tokens=[])
+    for i in range(12):
+        stops = StopStrings(tokenizer, ("abcdefghijkl"[i],))
+        found = drive(
+            engine,
+            [PromptStart(prompt=np.array([5]), limit=30, tickets=[i], seeds=[i], stop=stops)],
+        )
+        text = tokenizer.decode(found[i]["tokens"][1:], skip_special_tokens=True)
+        assert "abcdefghijkl"[i] not in text[:-1]
+        assert len(engine._watched) <= 4

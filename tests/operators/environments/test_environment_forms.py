@@ -227,6 +227,17 @@ def test_textarena_games_say_what_is_new_and_what_they_were_worth(textarena: Non
     assert (seen.reward, seen.terminated) == (1.0, True) and seen.text.endswith("\nwell done")
 
 
+def test_a_game_with_a_seed_is_the_same_game_whatever_is_played_beside_it(textarena: None) -> None:
+    def played(*sessions: Any) -> list[list[str]]:
+        for session in sessions:
+            run(session.reset({}, 7))
+        return [[run(session.step("a")).text for session in sessions] for _ in range(3)]
+
+    alone = played(made("textarena:Duel-v0", {}))
+    beside = played(*(made("textarena:Duel-v0", {}) for _ in range(3)))
+    assert beside == [row * 3 for row in alone]
+
+
 def test_an_opponent_has_the_other_seats(textarena: None) -> None:
     heard: list[str] = []
 

@@ -11,12 +11,13 @@ from typing import Any
 
 import pytest
 
-from dataflow.errors import GraphError
+from dataflow.errors import GraphError, WorldFailed
 from operators.environments import trl_environment, trl_environments, verifiers_environment
 from operators.environments.beside import trl_rollout as beside_trl
 from operators.environments.beside import verifiers_rollout as beside_verifiers
-from operators.environments.trl_form import TrlTools
+from operators.environments.trl_form import TrlSession, TrlTools
 from operators.episodes.chat import EpisodeOver
+from operators.tools.toolbox import ToolThreads
 
 
 class Counter:
@@ -97,6 +98,16 @@ def test_an_instance_in_which_a_call_is_still_at_work_is_reset_no_more() -> None
     asyncio.run(work())
 
 
+def test_calls_that_never_came_back_are_the_worlds_failure_and_no_result() -> None:
+    class Lost(ToolThreads):
+        async def call(self, *arguments: Any) -> Any:
+            raise WorldFailed("calls of tools never came back")
+
+    session = TrlSession(Counter(), Counter, Lost())
+    with pytest.raises(WorldFailed, match="never came back"):
+        asyncio.run(session.call("look", {}, timeout_s=1.0, characters=100))
+
+
 CHAT = json.dumps([{"role": "user", "content": "Go. "}])
 
 
@@ -111,6 +122,11 @@ def test_a_class_of_trls_is_reset_with_its_row_and_judges_what_its_tools_were_ca
     assert chat.heard == ["1", "3", "3"]
     assert chat.rewritten == [{"role": "user", "content": "Go. Count to 3."}]
     assert chat.worlds.world.row == {"prompt": json.loads(CHAT)}
+
+
+def test_what_a_method_raises_is_its_result_and_no_failure() -> None:
+    chat = FakeChat([("add", {"step": -1})], [])
+    assert play(chat) == 0.0 and chat.heard == ["{'error': 'no way back'}"]
 
 
 def test_an_environment_ends_after_its_rounds_of_calls_and_where_the_policy_has_no_turn_left() -> (
@@ -179,6 +195,41 @@ def test_a_rollout_func_is_told_what_it_cannot_have_and_held_to_what_was_drawn(
         )
     with pytest.raises(AttributeError, match=r"trainer\.model cannot be had"):
         beside_trl.rolled_out(lambda prompts, trainer: trainer.model, {"prompt": "a"}, SETTINGS)
+
+
+def called(*turns: list[str]) -> Any:
+    """A policy that calls tools in each turn, without arguments, until it has no turn left."""
+    left = list(turns)
+
+    def ask(place: str, body: dict[str, Any]) -> Any:
+        ask.heard = [each["content"] for each in body["messages"]]  # type: ignore[attr-defined]
+        if not left:
+            raise beside_trl.NoTurnLeft
+        calls = [
+            {"id": name, "function": {"name": name, "arguments": "{}"}} for name in left.pop(0)
+        ]
+        return {"choices": [{"message": {"role": "assistant", "content": "", "tool_calls": calls}}]}
+
+    return ask
+
+
+@pytest.mark.parametrize(
+    ("turns", "rounds"),
+    [([["look", "nothing"], []], 8), ([["look"], ["look"]], 8), ([["look"], ["look"]], 1)],
+    ids=["it calls no more", "it has no turn left", "it has no round left"],
+)
+def test_an_environment_in_a_program_is_called_until_an_end_and_then_asked_for_its_reward(
+    turns: list[list[str]], rounds: int, monkeypatch: Any
+) -> None:
+    ask = called(*turns)
+    monkeypatch.setattr(beside_trl, "ask", ask)
+    row = {"prompt": json.loads(CHAT), "target": 0}
+    assert beside_trl.played(Counter(), row, rounds) == 1.0
+    results = {
+        8: ["0", "{'error': 'Tool nothing not found.'}"] if len(turns[0]) > 1 else ["0", "0"],
+        1: ["0"],
+    }[rounds]
+    assert [each for each in ask.heard[1:] if each] == results and ask.heard[0] == "Go. Count to 0."
 
 
 def episode(*rewards: float | None, ok: bool = True, errors: Any = ()) -> Any:

@@ -99,6 +99,23 @@ def test_bytes_that_an_environment_could_not_decode_are_heard_and_stand_in_promp
     assert world.tasks(range(1)).source[0]["prompt"] == "caf\N{REPLACEMENT CHARACTER}"
 
 
+def test_what_the_prompt_says_already_is_not_heard_a_second_time(tmp_path: Path) -> None:
+    for prompt in ("go: 7=", json.dumps([{"role": "user", "content": "go: 7="}])):
+        chat = Spoken(["a", "b"])
+        played(chat, tmp_path, {"seed": 7}, prompt=prompt)
+        assert chat.heard == ["a=", "b="]
+
+
+def test_an_environment_that_cuts_off_is_told_from_one_that_is_over(tmp_path: Path) -> None:
+    chat = Spoken(["a", "b"])
+    assert played(chat, tmp_path, {"seed": 7, "cut": True}) == 2.0
+    assert chat.is_cut_off
+
+
+def test_a_policy_whose_turns_are_used_up_keeps_what_it_had(tmp_path: Path) -> None:
+    assert played(Spoken(["a", "b"]), tmp_path, {"seed": 7, "turns": 3}) == 2.0
+
+
 def test_what_nobody_has_scored_has_no_value(tmp_path: Path) -> None:
     """Where all rewards are negative, 0 would be the best of them."""
     chat = Spoken(["7", "8"])
@@ -106,6 +123,19 @@ def test_what_nobody_has_scored_has_no_value(tmp_path: Path) -> None:
         with pytest.raises(EpisodeOver):
             played(silent, tmp_path, {"seed": 7, "strict": True})
     assert chat.invalids == ["say a letter"] * 2
+
+
+def test_wording_and_actions_are_the_users_to_choose(tmp_path: Path) -> None:
+    chat = Spoken(["so: a", "so: z"])
+    value = played(
+        chat,
+        tmp_path,
+        {"seed": 7},
+        wording=lambda raw: f"<{raw}>",
+        action=lambda said: said[-1],
+        total=max,
+    )
+    assert value == 1.0 and chat.heard == ["<7=>", "<a>", "<z>"]
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@ ends it, named.
 """
 
 import socket
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ from rigs.worlds.served_alone import free_port
 
 from dataflow import Graph, GraphError, Model, RunError, run
 from dataflow.limits import Limits
+from dataflow.runtime import Context
 from operators import Generator, Trainer
 from operators.credit import advantage
 from operators.environments import environment
@@ -27,6 +29,12 @@ def no_proxy(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv(name.upper(), raising=False)
 
 
+@pytest.fixture
+def listener() -> Iterator[int]:
+    with socket.create_server(("127.0.0.1", 0)) as made:
+        yield made.getsockname()[1]
+
+
 @pytest.mark.parametrize(
     "place", ["localhost:8000", "ws://127.0.0.1:8000", "http://:8000", "http://a:port", "a"]
 )
@@ -36,6 +44,11 @@ def test_what_is_no_address_of_such_a_server_is_refused(place: str) -> None:
         match=r"is asked at an address, but got .*; write one of http://HOST:PORT, https",
     ):
         environment(f"nemo-gym:{place}")
+
+
+def test_whoever_is_there_is_taken_for_the_server(listener: int) -> None:
+    assert absence("a world", f"http://127.0.0.1:{listener}/there") is None
+    assert absence("a world", f"ws://127.0.0.1:{listener}") is None
 
 
 def test_nobody_at_an_address_is_named_with_what_to_do() -> None:
@@ -100,3 +113,12 @@ def test_a_run_whose_server_is_not_there_ends_at_once_and_says_so(
         RunError, match=rf"'reward': the server of environment 'nemo-gym:.*nobody at .*{port}"
     ):
         run(graph(policy, port), steps=1, runs=tmp_path, quiet=True, limits=Limits(stop_s=2.0))
+
+
+def test_a_worker_that_is_started_again_waits_for_a_server_that_is_away(policy: Path) -> None:
+    """As both may have been killed; who is away for too long is the failure of rollouts then."""
+    world = graph(policy, free_port()).operators["reward"]
+    with pytest.raises(GraphError, match="is not there"):
+        world.build(Context(node="reward"))
+    runtime = world.build(Context(node="reward", attempt=1))
+    runtime.close()

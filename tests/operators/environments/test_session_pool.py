@@ -60,6 +60,21 @@ async def settled() -> None:
         await asyncio.sleep(0)
 
 
+def test_a_session_that_came_back_whole_is_lent_again() -> None:
+    maker = Maker()
+
+    async def work() -> None:
+        pool = pool_of(maker)
+        for _ in range(5):
+            async with pool.lend() as session:
+                assert session.number == 0
+        await pool.close()
+        assert pool.open == 0
+
+    run(work)
+    assert maker.log == ["start 0", "close 0"]
+
+
 def test_there_are_never_more_sessions_than_there_may_be_and_everyone_gets_one() -> None:
     maker = Maker()
     seen: list[int] = []
@@ -109,6 +124,20 @@ def test_a_session_whose_borrower_failed_is_closed_and_another_takes_its_place()
         await pool.close()
 
     run(work)
+
+
+def test_a_session_is_renewed_after_so_many_uses() -> None:
+    maker = Maker()
+
+    async def work() -> list[int]:
+        pool, numbers = pool_of(maker, most=1, uses=2), []
+        for _ in range(5):
+            async with pool.lend() as session:
+                numbers.append(session.number)
+        await pool.close()
+        return numbers
+
+    assert run(work) == [0, 0, 1, 1, 2]
 
 
 def test_a_full_server_is_waited_for_and_is_no_failure() -> None:
@@ -223,3 +252,36 @@ def test_a_session_that_cannot_start_is_one_waiters_failure_and_none_starts_for_
         await pool.close()
 
     run(work)
+
+
+def test_a_borrower_that_gives_up_as_its_session_comes_gives_it_back() -> None:
+    maker = Maker()
+
+    async def work() -> None:
+        pool = pool_of(maker, most=1)
+        async with pool.lend():
+            waiting = asyncio.ensure_future(pool.lend().__aenter__())
+            await settled()
+        waiting.cancel()  # its session is there, and it has not heard of it
+        with pytest.raises(asyncio.CancelledError):
+            await waiting
+        async with pool.lend() as session:
+            assert session.number == 0
+        await pool.close()
+        assert pool.open == 0
+
+    run(work)
+
+
+def test_what_is_lent_when_the_pool_closes_is_closed_when_it_comes_back() -> None:
+    maker = Maker()
+
+    async def work() -> None:
+        pool = pool_of(maker)
+        async with pool.lend():
+            await pool.close()
+        await settled()
+        assert pool.open == 0
+
+    run(work)
+    assert maker.log == ["start 0", "close 0"]

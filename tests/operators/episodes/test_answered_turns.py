@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 import pytest
 from rigs.columns import check_columns
@@ -19,7 +20,10 @@ from operators.generation.runtime import GeneratorRuntime
 
 pytestmark = pytest.mark.usefixtures("one_core")
 
+
 EPISODE = "guess"
+
+
 BOUND = Bound(max_staleness=0, prompts_per_step=2, steps=10)
 
 
@@ -119,6 +123,30 @@ def test_turns_are_taken_however_many_wait_that_may_not_start(generator: Generat
     assert set(answered(generator)) == {5000}
 
 
+def test_a_turn_is_answered_by_what_was_drawn_of_it_alone(generator: GeneratorRuntime) -> None:
+    asked(generator, [1, 2], [0, 1], tokens=(3, 4, 5, 6), most=3)
+    for row in answered(generator).values():
+        assert 1 <= len(row["tokens"]) <= 3 and len(row["logprobs"]) == len(row["versions"]) == len(
+            row["tokens"]
+        )
+        assert set(row["versions"]) == {0} and all(logprob < 0 for logprob in row["logprobs"])
+        assert row["finish_reason"] in ("stop", "length") and row["error"] is None
+        text = generator.tokenizer.decode(row["tokens"], skip_special_tokens=True)
+        assert row["completion"] == text
+
+
+def test_the_same_turn_is_drawn_the_same_whatever_else_is(
+    generator: GeneratorRuntime, policy: Path
+) -> None:
+    asked(generator, [1], [0])
+    alone = answered(generator)[1]
+    asked(generator, [2, 3, 4], [1, 1, 0], seed=8)
+    asked(generator, [1], [0])
+    together = answered(generator)
+    assert together[1]["tokens"] == alone["tokens"]
+    assert np.allclose(together[1]["logprobs"], alone["logprobs"], atol=1e-5)
+
+
 def test_a_turn_is_sampled_as_those_before_it_were_whatever_the_generator_does_now(
     generator: GeneratorRuntime,
 ) -> None:
@@ -144,6 +172,13 @@ def test_a_conversation_that_fills_the_context_is_answered_with_nothing(
         3: (0, "length"),
     }
     assert found[3]["error"] is None and found[3]["completion"] == ""
+
+
+def test_a_turn_with_a_token_beyond_the_embeddings_fails_alone(generator: GeneratorRuntime) -> None:
+    asked(generator, [1], [0], tokens=[3, generator.engine.vocabulary])
+    asked(generator, [2], [0], tokens=[3, 4])
+    found = answered(generator)
+    assert "but the model knows" in found[1]["error"] and found[2]["error"] is None
 
 
 def test_turns_bring_the_sampling_mask_where_the_generator_records_it(policy: Path) -> None:

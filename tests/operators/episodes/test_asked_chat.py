@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from dataflow.errors import OperatorError
-from operators.episodes.chat import AskedChat, Chats, TurnQuestion, told
+from operators.episodes.chat import AskedChat, Chats, EpisodeOver, TurnQuestion, told
 from operators.episodes.conversations import ConversationOrigin
 
 
@@ -67,6 +67,27 @@ def test_what_was_heard_before_the_past_was_rewritten_is_not_heard_again() -> No
     assert [question.heard for question in asked] == [(), ("kept",), ()]
 
 
+def test_who_has_no_turn_left_may_cut_the_past_and_ask_again() -> None:
+    chat, asked = chat_of("a", None, "b")
+
+    async def play() -> str:
+        await chat.say()
+        chat.hear("long")
+        try:
+            return await chat.say()
+        except EpisodeOver:
+            assert chat.among.is_over and chat.turns == 1
+            chat.keep_last(0)
+            return await chat.say()
+
+    assert asyncio.run(play()) == "b" and not chat.among.is_over
+    assert [(question.heard, question.rewritten) for question in asked] == [
+        ((), None),
+        (("long",), None),
+        (("long",), '{"keep": 0}'),
+    ]
+
+
 @pytest.mark.parametrize(
     ("wrong", "text"),
     [
@@ -116,3 +137,20 @@ def test_branches_and_agents_are_conversations_of_their_own() -> None:
         (0, origin(), ("1",)),
     ]
     assert asked[-1].rewards == ((1.0,), (0.0,), (0.0,), (), (0.0,), (), (0.0,), (-1.0,))
+
+
+def test_conversations_that_ask_at_once_ask_one_after_the_other() -> None:
+    open_asks = []
+
+    async def ask(body: bytes) -> bytes:
+        open_asks.append(1)
+        await asyncio.sleep(0)
+        assert len(open_asks) == 1
+        open_asks.pop()
+        return told("a")
+
+    async def play() -> list[str]:
+        chat = Chats(ask).begin()
+        return await asyncio.gather(*(branch.say() for branch in chat.branch(5)))
+
+    assert asyncio.run(play()) == ["a"] * 5

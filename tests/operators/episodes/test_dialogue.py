@@ -124,6 +124,14 @@ def test_an_answer_that_comes_while_the_function_begins_anew_is_kept() -> None:
     assert talk.ask(1, ("a",), None) == "<1>"
 
 
+def test_the_same_turn_of_the_same_conversation_is_one_request() -> None:
+    one, other = dialogue(), dialogue()
+    assert asked(one, 0, ("a",)).number == asked(other, 0, ("a",)).number
+    assert asked(one, 0, ("b",)).number != asked(other, 0, ("a",)).number
+    assert asked(dialogue("0/prompts/0/1"), 0).number != asked(dialogue("0/prompts/0/0"), 0).number
+    assert asked(dialogue("0/prompts/0/1"), 0).seed != asked(dialogue("0/prompts/0/0"), 0).seed
+
+
 @pytest.mark.parametrize(("limits", "left"), [({"max_turns": 2}, 998), ({"max_tokens": 4}, 2)])
 def test_a_policy_has_no_turn_beyond_its_turns_and_its_tokens(
     limits: dict[str, int], left: int
@@ -180,6 +188,19 @@ def test_each_sampled_token_of_a_rewritten_conversation_is_chosen_once_after_all
             found[turn] = row.tokens.ids[: at[0]].tolist(), row.tokens.ids[at].tolist()
     assert [found[turn] for turn in range(len(turns))] == seen
     assert len(rows) <= 1 + sum(rewritten is not None for rewritten, *_ in turns)
+
+
+def test_a_function_that_begins_anew_is_told_a_rewritten_conversation_again() -> None:
+    talk = dialogue(max_turns=3)
+    converse(talk, [("", [1])])
+    asked(talk, 1, ("long",))
+    assert talk.answer(drawn(), "", "length") is None, "it finds no room"
+    asked(talk, 1, rewritten="y")
+    talk.answer(drawn(2), "<1>", "stop")
+    before = ids_of(talk)
+    assert talk.ask(0, (), None) == "<0>"
+    assert talk.ask(1, ("long",), None) is None and talk.ask(1, (), None, "y") == "<1>"
+    assert ids_of(talk) == before == [7, 8, 1, ord("y"), 2]
 
 
 def test_turns_that_a_function_did_not_come_to_this_time_are_no_part_of_the_rollout() -> None:

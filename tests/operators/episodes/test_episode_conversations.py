@@ -191,3 +191,17 @@ def test_all_conversations_have_one_budget_and_different_seeds() -> None:
     played.say(0, "", 1, 2, 3)
     assert played.say(played.begin(BLACK), "", 4).most == 1
     assert played.say(0, "", 5) is None
+
+
+def test_an_episode_in_which_nothing_was_said_is_its_prompt() -> None:
+    made = talks()
+    tokens, columns = made.columns()
+    assert tokens.ids.tolist() == encode("p").tolist() and not tokens.mask.any()
+    assert columns["row_conversation"] == [0] and made.text(((),)) == ""
+
+
+def test_the_texts_of_several_conversations_stand_below_their_names() -> None:
+    played = Played(talks())
+    played.say(0, "a", 1)
+    played.say(played.begin(BLACK), "b", 2)
+    assert played.made.text((("!",), ())) == "[0]\na<(1,)>!\n[black]\nb<(2,)>"

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from dataflow import Devices, Graph, GraphError, Model, Stream, plan, scorer
+from dataflow.planning.hosts import Host
 from dataflow.planning.wiring import context_facts, edges
 from dataflow.records import TURN_ANSWER, TURN_REQUEST
 from dataflow.testing import FakeGenerator, FakePrompts, FakeTrainer
@@ -93,6 +94,13 @@ def test_an_episode_takes_no_threads_and_no_accelerator_from_those_that_compute(
         plan(g, Devices(cpus=4, gpus=2), gpus={"generator": 1, "guess": 1})
 
 
+def test_a_swapped_generator_is_asked_for_the_turns() -> None:
+    g, _ = graph()
+    other = g.swap("generator", Generator(MODEL, group_size=3))
+    assert other.operators["guess"].asks is other.operators["generator"]  # type: ignore[attr-defined]
+    assert other.operators["guess"].rollouts_per_prompt == 3  # type: ignore[attr-defined]
+
+
 def test_called_without_a_stream_it_is_the_function() -> None:
     class Chat:
         async def say(self) -> str:
@@ -102,6 +110,21 @@ def test_called_without_a_stream_it_is_the_function() -> None:
     with pytest.raises(StopIteration) as over:
         coroutine.send(None)
     assert over.value.value == 1.0
+
+
+def test_what_is_returned_and_what_is_a_turn_are_columns() -> None:
+    g, _ = graph(top_k=4, sampling_mask=True)
+    columns = next(call.output.columns for call in g.calls if call.operator.name == "guess")
+    assert list(columns)[-8:] == [
+        "sampling_mask",
+        "turn",
+        "turn_reward",
+        "training_row",
+        "row_conversation",
+        "row_role",
+        "row_branch_turn",
+        "guess",
+    ]
 
 
 async def plain(chat: Any, answer: str) -> None: ...
@@ -192,3 +215,26 @@ def test_an_episode_that_could_not_run_is_refused(what: str) -> None:
     make, text = REFUSED[what]
     with pytest.raises(GraphError, match=text):
         make()
+
+
+def test_an_episode_may_have_replicas_and_their_number_is_that_of_the_start() -> None:
+    g, _ = graph()
+    made = plan(
+        g,
+        Devices(cpus=4),
+        replicas={"guess": 2, "generator": 3},
+        scale={5: {"guess": 2, "generator": 1}},
+    )
+    assert (made.placements["guess"].replicas, made.placements["generator"].replicas) == (2, 3)
+    for count in (1, 3):
+        with pytest.raises(
+            GraphError, match=f"of 2 replicas, and cannot have {count} from some step"
+        ):
+            plan(g, Devices(cpus=4), replicas={"guess": 2}, scale={5: {"guess": count}})
+
+
+def test_an_episode_may_be_on_another_host_than_its_generator() -> None:
+    g, _ = graph()
+    hosts = Devices.of([Host(name="a", cpus=4), Host(name="b", cpus=4)])
+    made = plan(g, hosts, place={"generator": "a", "guess": "b"})
+    assert made.placements["guess"].hosts == ("b",) and made.placements["generator"].hosts == ("a",)

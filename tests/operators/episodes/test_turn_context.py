@@ -22,9 +22,13 @@ from operators.episodes.turn_context import ChatContext, PlainContext
 from operators.warm_start.train import character_tokenizer
 
 PROMPT = [{"role": "user", "content": "hi"}]
+
+
 STRIPPING = CHAT_TEMPLATE.replace(
     "{{ m.content }}", "{{ m.content.split('y')[-1] if m.role == 'assistant' else m.content }}"
 )
+
+
 """Leaves out what stands before a "y" in turns of the assistant's that are past."""
 
 
@@ -84,6 +88,8 @@ REWRITINGS = st.none() | st.one_of(
         )
     ),
 )
+
+
 TALKS = st.lists(
     st.tuples(
         REWRITINGS, st.text("abc", max_size=3), st.text("xz", min_size=1, max_size=3), st.booleans()
@@ -126,6 +132,26 @@ def test_a_chat_that_goes_on_and_one_that_is_made_anew_have_the_same_tokens(
     )
 
 
+@pytest.mark.parametrize(("is_ended", "between"), [(True, "-u=ab-a="), (False, "<eos>-u=ab-a=")])
+def test_the_delimiter_that_the_policy_wrote_is_not_written_again(
+    is_ended: bool, between: str
+) -> None:
+    talk = Talk(made(), ids("u=hi-a="))
+    talk.say("xy", is_ended=is_ended)
+    known = row_ids(talk.prompt, talk.turns)
+    talk.say("x", "a", "b")
+    assert (
+        talk.turns[-1].given.tolist() == ids(between).tolist()
+        and len(known) == len(ids("u=hi-a=")) + 2 + is_ended
+    )
+
+
+def test_a_world_that_speaks_before_the_policy_stands_before_its_turn() -> None:
+    talk = Talk(made(), ids("u=hi-a="))
+    assert talk.say("x", "a").tolist() == ids("u=hi-u=a-a=").tolist()
+    assert talk.turns[0].begins
+
+
 def test_the_last_turns_keep_their_ids_behind_what_the_conversation_began_with() -> None:
     talk = Talk(made(), ids("u=hi-a="))
     for number, heard in enumerate(([], ["a"], ["b"])):
@@ -160,6 +186,11 @@ def test_thinking_that_a_template_strips_is_kept_or_begins_a_row(past: str, begi
     seen = talk.say("x", "a")
     assert seen.tolist() == ids(f"u=hi-a={'z' if begins else 'xyz'}<eos>-u=a-a=").tolist()
     assert talk.turns[-1].begins == begins
+
+
+def test_plain_words_are_encoded_each_alone() -> None:
+    words = PlainContext(tokenizer())
+    assert words.context(ids("u"), [], ("ab", "c")).tolist() == [*ids("u"), *ids("ab"), *ids("c")]
 
 
 def test_a_plain_past_is_cut_to_its_last_turns_or_is_another_text() -> None:

@@ -16,9 +16,12 @@ from dataflow.runtime import Context
 from operators.engine.build import adapt, context_tokens_of
 from operators.engine.decode import Engine
 from operators.engine.interface import PromptStart
+from operators.engine.native import packing
+from operators.engine.native.attention import library
 from operators.engine.sampler import Sampling
 from operators.engine.vllm.engine import build_vllm
 from operators.generator import Generator
+from operators.models.borders import late_borders, moved_borders
 from operators.models.folders import ModelError
 from operators.models.loading import load_model
 from operators.training.learner.policy import Policy
@@ -37,10 +40,20 @@ SIZES = {
     "eos_token_id": 1,
     "pad_token_id": 0,
 }
+
+
 BORDER, MOST = 48, 96
+
+
 """Where something begins, and the longest rollout."""
+
+
 ROLLOUTS = ((5, 4), (4, 50), (20, MOST - 20))
+
+
 """Tokens of prompts and completions: before the border, over it, and far beyond it."""
+
+
 LONGROPE = {
     "rope_type": "longrope",
     "short_factor": [1.0, 1.1, 1.3, 1.6],
@@ -48,7 +61,11 @@ LONGROPE = {
     "rope_theta": 1e4,
     "original_max_position_embeddings": BORDER,
 }
+
+
 DYNAMIC = {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 1e4}
+
+
 SCALED = {
     "rope_type": "yarn",
     "factor": 4.0,
@@ -56,7 +73,11 @@ SCALED = {
     "original_max_position_embeddings": BORDER,
     "llama_4_scaling_beta": 0.5,
 }
+
+
 MIXED = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": BORDER}
+
+
 CHANGING = {
     "phi3": ("Phi3", {"rope_parameters": LONGROPE, "original_max_position_embeddings": BORDER}),
     "llama, longrope": ("Llama", {"rope_parameters": LONGROPE}),
@@ -74,7 +95,11 @@ CHANGING = {
         },
     ),
 }
+
+
 CHUNKED = {"head_dim": 8, "no_rope_layers": [1, 0], "moe_layers": [], "intermediate_size_mlp": 48}
+
+
 STAYING = {
     "mistral": ("Mistral", {"sliding_window": BORDER}),
     "qwen2": (
@@ -94,7 +119,11 @@ STAYING = {
         MIXED | {"head_dim": 8, "num_local_experts": 2, "num_experts_per_tok": 1},
     ),
 }
+
+
 REFUSED = {"llama4": "attention_chunk_size 48, floor_scale 48 begins", "gpt-oss": "s_aux"}
+
+
 """What the engine says to those that it cannot decode."""
 
 
@@ -172,6 +201,14 @@ def test_a_rope_that_changes_with_length_is_that_of_the_longest_sequence_for_eve
     assert (
         plain(folder, rollouts[0][0], 0) - plain(folder, rollouts[0][0], MOST)
     ).abs().max() > 0.1
+
+
+@pytest.mark.parametrize("kind", CHANGING)
+def test_below_the_border_such_a_rope_is_that_of_short_sequences(kind, tmp_path):
+    folder = saved(tmp_path, *CHANGING[kind])
+    rollouts = generated(load_model(Model(str(folder), context_tokens=BORDER)), BORDER)
+    for tokens, noted in rollouts:
+        np.testing.assert_allclose(noted, plain(folder, tokens, 0)[-len(noted) :], atol=1e-4)
 
 
 @pytest.mark.parametrize("kind", sorted(CHANGING.keys() - {"llama, dynamic"}))
@@ -254,6 +291,27 @@ def test_what_the_engine_cannot_do_beyond_a_border_it_does_before_it(tmp_path):
     folder = saved(tmp_path, *STAYING["llama4"])
     for tokens, noted in generated(load_model(Model(str(folder))), BORDER - 1):
         np.testing.assert_allclose(noted, plain(folder, tokens, 0)[-len(noted) :], atol=1e-4)
+
+
+@pytest.mark.skipif(library() is None, reason="no C compiler at hand")
+def test_a_fused_step_that_is_wrong_beyond_a_border_is_not_taken(tmp_path, monkeypatch):
+    model = Model(str(saved(tmp_path, *STAYING["mistral"])))
+    assert adapt(load_model(model), "tiny").fused is not None
+    monkeypatch.setattr(packing, "window_of", lambda module, layer: 0)
+    assert adapt(load_model(model), "tiny").fused is None
+
+
+def test_borders_are_moved_for_a_proof_alone(tmp_path):
+    module: Any = load_model(Model(str(saved(tmp_path, *STAYING["olmo3"]))))
+    windows = [layer.self_attn.sliding_window for layer in module.model.layers]
+    assert windows == [BORDER, None] and late_borders(module) == {"sliding_window": BORDER}
+    assert late_borders(module, BORDER - 1) == {}
+    with pytest.raises(KeyboardInterrupt), moved_borders(module, ["sliding_window"]):
+        assert module.config.sliding_window == module.model.layers[0].self_attn.sliding_window == 3
+        raise KeyboardInterrupt
+    Policy(module)
+    assert module.config.sliding_window == BORDER
+    assert [layer.self_attn.sliding_window for layer in module.model.layers] == windows
 
 
 def test_a_model_whose_numbers_depend_on_what_stands_beside_is_not_trained():

@@ -8,7 +8,7 @@ import pytest
 import transformers
 
 from operators.models.folders import ModelError
-from operators.models.heads import Heads, heads_of
+from operators.models.heads import Heads, heads_of, settle_groups
 
 SIZES: dict[str, Any] = {
     "hidden_size": 48,
@@ -50,6 +50,12 @@ def test_each_rank_has_the_heads_that_its_queries_attend_to(ranks, copies, group
         assert [mine[number // groups] for number in range(len(queries))] == [
             query * 4 // 12 for query in queries
         ]
+
+
+def test_the_attention_of_a_slice_is_told_its_groups():
+    found = model(queries=8, keys=2)
+    settle_groups(found, heads_of(found, 4, "tiny"))
+    assert [layer.self_attn.num_key_value_groups for layer in found.model.layers] == [2]
 
 
 @pytest.mark.parametrize(

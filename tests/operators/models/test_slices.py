@@ -2,6 +2,7 @@
 all that it says.
 """
 
+import itertools
 import json
 from pathlib import Path
 
@@ -12,7 +13,7 @@ from safetensors.torch import load_file, save_file
 
 from dataflow.model import Model
 from operators.models import loading
-from operators.models.slices import boxes, held, runs_of
+from operators.models.slices import boxes, held, overlap, runs_of
 
 SIZES = {
     "vocab_size": 33,
@@ -24,6 +25,8 @@ SIZES = {
     "max_position_embeddings": 64,
     "initializer_range": 0.2,
 }
+
+
 FAMILIES = {
     "llama": (
         "LlamaConfig",
@@ -45,6 +48,8 @@ FAMILIES = {
     ),
     "gpt2": ("GPT2Config", {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64}),
 }
+
+
 HEADS = {
     "lm": "AutoModelForCausalLM",
     "value": "AutoModelForTokenClassification",
@@ -123,6 +128,11 @@ def test_a_folder_of_many_files_is_read_as_transformers_does(tmp_path):
     same(Model(str(folder)), attention="eager")
 
 
+@pytest.mark.parametrize("head", ["value", "score"])
+def test_heads_are_read_as_transformers_does(head, tmp_path):
+    same(Model(str(written(tmp_path, "qwen2", head)), head=head))
+
+
 def test_a_head_that_is_not_there_begins_at_0(tmp_path):
     model = Model(str(written(tmp_path, "tied llama")), head="value")
     same(model)
@@ -166,3 +176,10 @@ def test_boxes_of_runs_cover_what_they_name():
     assert part.tolist() == [[6, 7, 10], [18, 19, 22]]
     assert runs_of([2, 3, 4, 8, 9]) == [(2, 5), (8, 10)] and runs_of([]) == []
     assert held(whole) == [[(0, 4)], [(0, 6)]]
+
+
+def test_overlaps_are_those_of_sets():
+    for a, s, b, t in itertools.product(range(4), range(1, 4), range(4), range(1, 4)):
+        common = sorted({*range(a, a + s)} & {*range(b, b + t)})
+        found = overlap([a], [s], [b], [t])
+        assert found == (([common[0]], [len(common)]) if common else None)

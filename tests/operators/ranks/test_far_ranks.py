@@ -3,6 +3,7 @@ meet.
 """
 
 import contextlib
+import gc
 import os
 import signal
 import socket
@@ -11,6 +12,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+import torch
+import torch.distributed as dist
 from test_ranks_processes import CODEC, Answer, End
 
 from dataflow.errors import RunError, WorkerDied
@@ -20,13 +23,22 @@ from dataflow.system.rank_places import RankPlaces
 from dataflow.system.security import RunKeys
 from dataflow.worker.host import Settings
 from dataflow.worker.rank_line import FarRank, RankHost, RankLine
+from operators.ranks import group
 from operators.ranks.group import RankZeroStore
 from operators.ranks.team import Team, forked, on_their_hosts, run_rank
 
 WAIT_S = 20.0
+
+
 LIMITS = Limits(start_s=WAIT_S, exchange_s=WAIT_S)
+
+
 KEYS = RunKeys.make()
+
+
 HOSTS = ("a", "b", "b")
+
+
 BIG = "x" * (5 << 20)
 
 
@@ -120,6 +132,17 @@ def test_what_ends_one_is_said_with_its_host() -> None:
             ranks.answer(2, Answer)
 
 
+def test_when_the_process_of_a_host_ends_all_its_ranks_have_ended() -> None:
+    with team() as (ranks, _, host):
+        ranks.answer(1, Answer)
+        ranks.answer(2, Answer)
+        host.kill()
+        for rank in (1, 2):
+            with pytest.raises(WorkerDied, match=rf"rank {rank} .*on host 'b'"):
+                ranks.answer(rank, Answer)
+        assert ranks.fallen()
+
+
 def test_the_ranks_of_an_attempt_that_has_ended_are_not_let_in() -> None:
     line = RankLine("127.0.0.1", KEYS, HOSTS, attempt=1)
     stale = there(line, "b")  # of attempt 0
@@ -136,6 +159,16 @@ def test_the_ranks_of_an_attempt_that_has_ended_are_not_let_in() -> None:
 def test_an_address_that_is_another_hosts_is_said() -> None:
     with pytest.raises(RunError, match="cannot listen for those on other hosts at tcp://192.0.2.1"):
         RankLine("192.0.2.1", KEYS, HOSTS)
+
+
+def test_ranks_of_a_host_that_never_came_can_be_ended() -> None:
+    line = RankLine("127.0.0.1", KEYS, HOSTS)
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        child = line.start(theirs, 1)
+        child.kill()
+        assert child.wait(WAIT_S) == -signal.SIGKILL
+    line.close()
 
 
 def test_who_has_no_key_of_the_run_is_not_heard(capfd) -> None:
@@ -161,6 +194,27 @@ def test_ranks_meet_at_the_line_of_the_first(tmp_path: Path) -> None:
     assert first.delete_key("x") and not first.delete_key("x") and not other.check(["x"])
     first.close()
     other.close()
+    line.close()
+
+
+def test_groups_that_are_made_later_meet_there_too(tmp_path: Path) -> None:
+    """torch keeps no reference to a store that is written in Python: it has to live as long as the
+    process group.
+    """
+    line = RankLine("127.0.0.1", KEYS, HOSTS)
+    places = RankPlaces(
+        hosts=("a",), devices=("cpu",), address="127.0.0.1", meets_at=line.address, keys=KEYS
+    )
+
+    def rank() -> int:
+        group.join(tmp_path, 0, 1, torch.device("cpu"), WAIT_S, places)
+        gc.collect()
+        made = dist.new_group([0])
+        dist.all_reduce(torch.ones(1), group=made)
+        group.leave()
+        return 0
+
+    assert fork(rank, keep=(1, 2)).wait(WAIT_S) == 0
     line.close()
 
 

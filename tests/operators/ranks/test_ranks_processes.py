@@ -5,6 +5,7 @@ parent.
 import os
 import signal
 import socket
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -14,6 +15,7 @@ import pytest
 from dataflow.errors import RunError, WorkerDied
 from dataflow.limits import Limits
 from dataflow.system.channel import Channel
+from dataflow.system.child import Child
 from dataflow.system.messages import Message
 from operators.ranks.team import Team, codec_of, forked, program
 
@@ -93,6 +95,29 @@ def test_a_rank_has_the_open_files_that_it_is_to_keep(starts, tmp_path, monkeypa
             ours.settimeout(WAIT_S)
             assert int(ours.recv(100)) == os.fstat(number).st_ino
         rank.wait(WAIT_S)
+
+
+def test_an_error_in_a_fork_ends_it_alone():
+    def main(end, rank):
+        raise ValueError("in the fork")
+
+    team = Team("worker", 2, forked(main), Limits(start_s=WAIT_S, exchange_s=WAIT_S), CODEC)
+    with pytest.raises(WorkerDied, match="rank 1 of 'worker' .* ended with status 1"):
+        team.answer(1, Answer)
+    team.close()
+
+
+def test_waiting_for_a_fork_has_a_deadline_and_tells_its_signal():
+    pid = os.fork()
+    if pid == 0:
+        time.sleep(600)
+        os._exit(0)
+    process = Child(pid)
+    with pytest.raises(subprocess.TimeoutExpired):
+        process.wait(0.01)
+    process.kill()
+    assert process.wait(WAIT_S) == -signal.SIGKILL
+    process.kill()
 
 
 @pytest.mark.skipif(

@@ -5,6 +5,7 @@ sandbox.
 import json
 import re
 import stat
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -17,11 +18,13 @@ from dataflow.records import ERROR
 from dataflow.runtime import Batch, Context, Runtime
 from dataflow.testing import FakeGenerator, FakePrompts
 from operators.rewards import code, code_reward, find
-from operators.rewards.code import Case, judge, program_in, read_cases
+from operators.rewards.code import Case, is_same_output, judge, program_in, read_cases
 from operators.sandbox import CallTest, PythonTest, SandboxError, SandboxLimits, ScriptTest, fault
 from operators.sandbox.bwrap import VARIABLE
 
 needs_sandbox = pytest.mark.skipif(fault() is not None, reason=str(fault()))
+
+
 ADD = "def add(a, b):\n    return a + b\n"
 
 
@@ -88,6 +91,12 @@ def test_a_graph_is_refused_where_the_kernel_makes_no_namespaces(
         apply(code_reward())
 
 
+def test_a_graph_is_refused_on_another_system(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "platform", "darwin")
+    with pytest.raises(GraphError, match="a sandbox of Linux, but this is darwin; run it on Linux"):
+        apply(code_reward())
+
+
 def test_a_worker_without_a_sandbox_refuses_to_start(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(VARIABLE, "/nowhere/bwrap")
     with pytest.raises(GraphError, match="which is no program"):
@@ -149,6 +158,27 @@ def test_the_program_is_the_last_block_of_python_else_the_whole_text(
     assert program_in(completion) == found
 
 
+@pytest.mark.parametrize(
+    ("found", "wanted", "same"),
+    [
+        ("3\n", "3", True),
+        ("1 2 \n3\n\n", "1 2\n3", True),
+        ("1.50", "1.5", True),
+        ("1e2", "100", True),
+        ("1\n2", "1 2", False),
+        ("YES", "yes", False),
+        ("", "0", False),
+        ("nan", "nan", True),
+        ("9" * 5000, "9" * 5001, False),
+        ("1e999999999", "1", False),
+    ],
+)
+def test_outputs_are_compared_by_lines_words_and_the_value_of_numbers(
+    found: str, wanted: str, same: bool
+) -> None:
+    assert is_same_output(found, wanted) is same
+
+
 def test_the_tests_of_open_data_sets_are_read() -> None:
     mbpp = read_cases(["assert f(1) == 2", "assert f(2) == 3"])
     human_eval = read_cases("def check(candidate):\n    assert candidate(1) == 2\ncheck(f)")
@@ -178,20 +208,34 @@ def test_tests_that_cannot_be_read_are_an_error_and_no_reward(tests: Any) -> Non
 # What a program earns, in a sandbox
 
 SCRIPTS = json.dumps({"inputs": ["2\n1 2\n", "1\n5"], "outputs": ["3\n", "6"]})
+
+
 SUM = "input()\nprint(sum(map(int, input().split())))"
+
+
 TWICE = (
     "class Solution:\n    def twice(self, items):\n        return tuple(2 * item for item in items)"
 )
+
+
 SORT = "def sort(items):\n    items.sort()"
+
+
 PAIR = (
     "class Pair:\n    def __init__(self, a, b):\n        self.a, self.b = a, b\ndef last(p):\n   "
     " return p[-1].b"
 )
+
+
 RAISES = "def f(x):\n    raise ValueError('negative')"
+
+
 CAUGHT = (
     "try:\n    f(-1)\n    assert False\nexcept ValueError as error:\n    assert 'negative' in"
     " str(error)"
 )
+
+
 THREAD = (
     "import threading\nthreading.stack_size(1 << 26)\nthreading.Thread(target=lambda:"
     " print(input())).start()"
@@ -274,3 +318,16 @@ def test_rows_come_back_with_a_reward_and_a_note() -> None:
     assert found[0]["reward_note"] == "1 of 1 tests pass"
     assert "SyntaxError" in found[1]["reward_note"] and found[1][ERROR] is None
     assert "no tests" in found[2][ERROR]
+
+
+@needs_sandbox
+def test_called_with_plain_values_it_is_the_reward() -> None:
+    assert code_reward()(completion=ADD, tests=["assert add(1, 2) == 3"]) == 1.0
+
+
+@needs_sandbox
+def test_a_graph_with_it_has_both_columns() -> None:
+    graph = Graph("t")
+    prompts = FakePrompts(columns={"tests": str})
+    stream = code_reward(name="solved")(FakeGenerator(model=Model("policy"))(graph.source(prompts)))
+    assert stream.columns["solved"] == pa.float64() and stream.columns["solved_note"] == pa.string()

@@ -22,7 +22,11 @@ from operators import Prompts
 from operators.rewards import find, from_verifiers
 
 pytestmark = pytest.mark.slow
+
+
 CHAT = [{"role": "user", "content": "one"}]
+
+
 ROW = {
     "ground_truth": "5",
     "task": "math",
@@ -32,6 +36,8 @@ ROW = {
     "reward_model": {"ground_truth": "4"},
     "extra_info": {"split": "train"},
 }
+
+
 """What the functions that are documented ask for."""
 
 
@@ -88,6 +94,49 @@ def test_trls_documented_functions_give_what_their_page_says(tmp_path: Path) -> 
         assert list(reward(**columns)) == wanted, str(function)
         shown += 1
     assert shown >= 4
+
+
+def test_verls_documented_function_gives_what_it_would_there(tmp_path: Path) -> None:
+    page = functions(checkout("DATAFLOW_VERL_CHECKOUT"), "docs/preparation/reward_function.rst")
+    found = [each for each in page if is_of(each, "solution_str")]
+    assert found
+    for function in found:
+        rows = scored(find(f"verl:{function.written(tmp_path)}"), chat=False)
+        assert [row["reward"] for row in rows] == [len(row["completion"]) / 100 for row in rows]
+
+
+VERL = [
+    ("openai/gsm8k", "so #### 18", "18"),
+    ("openai/gsm8k", "so #### 17", "18"),
+    ("DigitalLearningGmbH/MATH-lighteval", r"thus \boxed{\frac{1}{2}}", r"\frac{1}{2}"),
+    ("math_dapo", "Answer: 34", "34"),
+    ("math_dapo", "Answer: 35", "34"),
+    ("searchR1_nq", "<answer>Paris</answer>", {"target": ["Paris"]}),
+]
+
+
+def test_verls_own_package_judges_its_data_sources_as_it_does_there() -> None:
+    there = pytest.importorskip(
+        "verl.utils.reward_score", reason="verl is not installed"
+    ).default_compute_score
+    reward = find("verl:verl.utils.reward_score:default_compute_score")
+    found = []
+    for source, said, truth in VERL:
+        row = {
+            "data_source": source,
+            "reward_model": {"style": "rule", "ground_truth": truth},
+            "extra_info": {},
+        }
+        wanted = there(data_source=source, solution_str=said, ground_truth=truth, extra_info={})
+        found.append(reward(completion=said, **row))
+        assert found[-1] == (wanted["score"] if isinstance(wanted, dict) else wanted), source
+    assert found == [1.0, 0.0, 1.0, 1.0, -1.0, 1.0]
+    rows = scored(reward, chat=False)
+    assert [(row["reward"], row[ERROR]) for row in rows] == [(0.0, None)] * 4
+    with pytest.raises(NotImplementedError, match="data_source"):
+        reward(
+            completion="4", data_source="nowhere", reward_model={"ground_truth": "4"}, extra_info={}
+        )
 
 
 def test_verifiers_documented_functions_judge_alone_and_in_a_rubric(tmp_path: Path) -> None:

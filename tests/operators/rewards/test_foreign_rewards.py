@@ -8,9 +8,12 @@ Reward Function for Dataset" (Apache-2.0), verifiers' "Rubrics" of 0.2 (MIT).
 import inspect
 import json
 import math
+import re
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import pyarrow as pa
 import pytest
 
 from dataflow import Graph, GraphError, collect
@@ -31,6 +34,8 @@ from operators.rewards import (
 )
 
 CHAT = [{"role": "user", "content": "one"}]
+
+
 ROWS = [
     {"prompt": "one", "answer": "1", "task": "math"},
     {"prompt": "two", "answer": "none", "task": "code"},
@@ -63,6 +68,11 @@ def reward_len(completions: Any, **kwargs: Any) -> list[float]:
     return [float(len(completion)) for completion in completions]
 
 
+def format_reward_func(completions: Any, **kwargs: Any) -> list[float]:
+    contents = [completion[0]["content"] for completion in completions]
+    return [1.0 if re.match(r"^group", content) else 0.0 for content in contents]
+
+
 def math_reward_func(
     prompts: Any, completions: Any, task: Any, **kwargs: Any
 ) -> list[float | None]:
@@ -92,6 +102,39 @@ def test_trls_functions_get_lists_of_the_whole_batch_and_their_own_columns() -> 
     assert values(rows) == [float(len(row["completion"])) for row in rows]
     assert values(scored(from_trl(math_reward_func))) == [1.0, None]
     assert values(scored(from_trl(async_reward_func))) == [1.0, 1.0]
+
+
+def test_trls_functions_get_messages_where_prompts_are_chats() -> None:
+    rows = [{"prompt": CHAT, "answer": "1"}, {"prompt": CHAT, "answer": "2"}]
+    found = scored(from_trl(format_reward_func), rows, chat=True)
+    assert values(found) == [1.0 if row["completion"].startswith("group") else 0.0 for row in found]
+
+    def shape(prompts: Any, completions: Any) -> list[float]:
+        return [
+            float(prompt == CHAT and done[0]["role"] == "assistant")
+            for prompt, done in zip(prompts, completions)  # noqa: B905
+        ]
+
+    assert values(scored(from_trl(shape), rows, chat=True)) == [1.0, 1.0]
+
+
+def test_trls_functions_get_ids_the_trainers_step_and_log() -> None:
+    def everything(
+        completions, completion_ids, trainer_state, log_extra, log_metric, answer, **kwargs
+    ):  # type: ignore[no-untyped-def]
+        assert all(isinstance(each, int) for ids in completion_ids for each in ids)
+        log_extra("seen", answer)
+        log_metric("share", 0.5)
+        return [float(trainer_state.global_step + len(kwargs["task"])) for _ in completions]
+
+    made = from_trl(everything, note=True)
+    assert {"task", "versions", "tokens", "mask", "answer"} <= set(made.reads())
+    rows = scored(made)
+    assert values(rows) == [float(len(rows))] * 2
+    assert [json.loads(row["reward_note"]) for row in rows] == [
+        {"seen": "1", "share": 0.5},
+        {"seen": "none", "share": 0.5},
+    ]
 
 
 def test_verls_functions_get_the_columns_of_its_data_and_give_a_number_or_a_dict() -> None:
@@ -289,6 +332,23 @@ def test_rewards_that_do_not_apply_are_left_out_of_a_sum_and_of_the_groups_mean(
 def test_what_cannot_be_called_so_is_refused(make: Any, message: str) -> None:
     with pytest.raises(GraphError, match=message):
         make()
+
+
+def test_a_reward_of_another_system_is_found_by_its_form_file_and_name(tmp_path: Path) -> None:
+    file = tmp_path / "theirs.py"
+    file.write_text(
+        "def accuracy(completions, answer, **kwargs):\n"
+        "    return [float(text == known) for text, known in zip(completions, answer)]\n"
+        "def compute_score(data_source, solution_str, ground_truth, extra_info=None):\n"
+        "    return float(solution_str == ground_truth)\n"
+    )
+    reward = find(f"trl:{file}:accuracy")
+    assert (reward.name, reward.output) == ("reward", pa.float64())
+    assert reward(prompt=["a"], completion=["7"], answer=["7"]) == [1.0]
+    assert "reward_model" in find(f"verl:{file}:compute_score").reads()
+    assert find("operators.rewards.match:exact").name == "reward"
+    with pytest.raises(GraphError, match="names module 'no_such_module', which cannot be imported"):
+        find("trl:no_such_module:accuracy")
 
 
 # The packages' own functions

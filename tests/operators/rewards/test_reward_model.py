@@ -9,21 +9,25 @@ import numpy as np
 import pyarrow as pa
 import pytest
 import torch
-from rigs.forwards import forwarding, lists_of, rollouts, saved, tokenizer_of
+from rigs.forwards import forwarding, language_model, lists_of, rollouts, saved, tokenizer_of
 from rigs.heads import classifier
 from rigs.policy import ALPHABET
 
 from dataflow import Model
 from dataflow.errors import OperatorError
 from operators import RewardModel
-from operators.forward_pass.reading import lay_out, step_ends
+from operators.forward_pass.reading import lay_out, read_ends, step_ends, tokens_at
 from operators.models.loading import load_model, load_tokenizer
 
 TEXTS = ("b2=c", "b2", "19 abc", "b2=c")
+
+
 TEMPLATE = (
     "{% for m in messages %}{{ m['role'] + ' ' + m['content'] | trim + '. ' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ 'assistant ' }}{% endif %}"
 )
+
+
 STEPPED = "".join([*ALPHABET, "\n"])
 
 
@@ -68,6 +72,14 @@ def test_the_judge_may_have_another_tokenizer_than_the_policy(tmp_path: Path) ->
     np.testing.assert_allclose(
         lists_of(table, "score"), [plain_score(model, "a1=" + text) for text in TEXTS], atol=1e-5
     )
+
+
+def test_a_suffix_is_read_too(tmp_path: Path) -> None:
+    model = judge(folder=tmp_path)
+    (found,) = lists_of(
+        forwarding(RewardModel(model, suffix=" =")).run(rollouts(3, ("b",))), "score"
+    )
+    assert found == pytest.approx(plain_score(model, "a1=b ="), abs=1e-5)
 
 
 @pytest.mark.parametrize("prompt", ["a1=", '[{"role": "user", "content": "a1="}]'])
@@ -141,11 +153,39 @@ def test_a_process_reward_stands_at_the_last_token_of_each_step(tmp_path: Path) 
     assert table.column("score").type == pa.list_(pa.float32())
 
 
+def test_steps_are_found_in_tokens_of_another_tokenizer(tmp_path: Path) -> None:
+    """The policy's tokenizer is told, and the judge's differs: the numbers stand where the policy's
+    tokens end.
+    """
+    reversed_ = tokenizer_of("".join(reversed(STEPPED)))
+    policy = Model(str(saved(language_model(), tmp_path / "policy", reversed_)), name="policy")
+    model = step_judge(tmp_path / "judge")
+    group = rollouts(3, ("one\n\ntwo",), tokenizer=reversed_)
+    (found,) = lists_of(
+        forwarding(RewardModel(model, per="step", policy=policy)).run(group), "score"
+    )
+    places = np.flatnonzero(found).tolist()
+    assert places == [len("a1=one\n\n") - 1, len("a1=one\n\ntwo")]
+    np.testing.assert_allclose(
+        np.array(found)[places],
+        [plain_score(model, "a1=one\n\n"), plain_score(model, "a1=one\n\ntwo")],
+        atol=1e-5,
+    )
+
+
 def test_steps_of_tokens_that_are_not_the_judges_are_refused(tmp_path: Path) -> None:
     model = step_judge(tmp_path)
     group = rollouts(3, ("one",), tokenizer=tokenizer_of("".join(reversed(STEPPED))))
     with pytest.raises(OperatorError, match=r"'score' looks for the last token.*give policy=Model"):
         forwarding(RewardModel(model, per="step")).run(group)
+
+
+def test_a_completion_without_a_word_has_no_step(tmp_path: Path) -> None:
+    group = rollouts(3, ("\n\n", "a"), tokenizer=tokenizer_of(STEPPED))
+    found, other = lists_of(
+        forwarding(RewardModel(step_judge(tmp_path), per="step")).run(group), "score"
+    )
+    assert found == [0.0] * 6 and np.count_nonzero(other) == 1
 
 
 # Texts
@@ -157,6 +197,32 @@ def test_a_step_ends_behind_each_cut_and_at_the_end() -> None:
     assert step_ends("a\n\n\n\nb", "\n\n") == [3, 6]
     assert step_ends("abc", "\n\n") == [3]
     assert step_ends("", "\n\n") == step_ends(" \n\n ", "\n\n") == []
+
+
+def test_the_token_in_which_a_character_lies_is_found() -> None:
+    """Ends of: a start token, "ab", "c", "def", an end token."""
+    assert tokens_at(np.array([0, 2, 3, 6, 0]), np.array([1, 2, 3, 4, 6])).tolist() == [
+        1,
+        1,
+        2,
+        3,
+        3,
+    ]
+
+
+class Pieces:
+    """Decodes tokens that stand for several letters."""
+
+    names = ("", "ab", "c", "def")
+
+    def decode(self, tokens: list[int], skip_special_tokens: bool) -> str:
+        return "".join(self.names[token] for token in tokens)
+
+
+def test_the_token_with_which_so_much_text_is_there_is_found_by_decoding() -> None:
+    assert read_ends(Pieces(), [1, 0, 2, 3, 0], [1, 2, 3, 5, 6]) == [0, 0, 2, 3, 3]
+    with pytest.raises(ValueError, match="less text than the completion"):
+        read_ends(Pieces(), [1], [3])
 
 
 def test_a_row_without_a_prompt_says_so() -> None:

@@ -47,11 +47,30 @@ def test_rewards_are_added_by_their_weights_and_a_row_that_lacks_one_has_none() 
     assert table.column("error").to_pylist()[2].startswith("format: raised: ValueError: no format")
 
 
+def test_called_with_plain_values_it_is_their_sum() -> None:
+    assert combine({"a": 0.1, "b": -2.0, "c": 1})(a=3.0, b=0.5, c=-1.0) == pytest.approx(
+        -1.7, abs=1e-15
+    )
+
+
 def test_a_column_that_is_not_there_or_no_number_is_refused_when_the_graph_is_built() -> None:
     with pytest.raises(GraphError, match=r"'reward' reads column 'formal', but 'note' provides"):
         combine({"accuracy": 1.0, "formal": 0.2})(note(accuracy(rollouts())))
     with pytest.raises(GraphError, match=r"'reward' reads column 'note' as float"):
         combine({"accuracy": 1.0, "note": 0.2})(note(accuracy(rollouts())))
+
+
+def test_equal_sums_are_one_operator_of_the_graph_and_others_are_not() -> None:
+    g = Graph("g")
+    generator, made = FakeGenerator(group_size=1), []
+    for source in ("prompts", "held_out"):
+        made.append(
+            combine({"accuracy": 0.5})(accuracy(generator(g.source(FakePrompts(name=source)))))
+        )
+    assert [stream.node for stream in made] == ["reward", "reward"]
+    assert list(g.operators) == ["prompts", "generator", "accuracy", "reward", "held_out"]
+    assert g.operators["reward"].knobs()["weights"] == {"accuracy": 0.5}
+    assert combine({"accuracy": 0.5}).identity() != combine({"accuracy": 0.6}).identity()
 
 
 @pytest.mark.parametrize(
@@ -84,6 +103,11 @@ def test_the_soft_overlong_punishment_is_dapos_equation_13(tokens: int, wanted: 
     """L_max = 20, L_cache = 8."""
     mask = np.array([False] * 7 + [True] * tokens)
     assert overlong(max_tokens=20, buffer_tokens=8)(mask) == wanted
+
+
+def test_the_tokens_of_the_prompt_are_no_part_of_the_length() -> None:
+    mask = np.array([False, True, False, True, True])
+    assert overlong(max_tokens=4, buffer_tokens=2)(mask) == -0.5
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ import pytest
 
 from dataflow import GraphError
 from operators.rewards import find
-from operators.rewards.match import exact, number
+from operators.rewards.match import exact, last_number, number
 
 
 @pytest.mark.parametrize(
@@ -37,6 +37,10 @@ def test_number_compares_the_last_numbers_exactly(
     completion: str, answer: str, worth: float
 ) -> None:
     assert number(completion, answer) == worth
+
+
+def test_a_text_without_a_number_has_none() -> None:
+    assert last_number("no digits") is None
 
 
 def test_a_reward_of_ones_own_is_found_by_file_and_name(tmp_path: Path) -> None:

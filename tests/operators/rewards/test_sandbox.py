@@ -22,15 +22,19 @@ from bench.sandbox.hostile import GROUPS, Hostile
 from operators.sandbox import PythonTest, SandboxError, SandboxLimits, ScriptTest, fault, run
 from operators.sandbox.bwrap import command, find
 from operators.sandbox.inside import cage
-from operators.sandbox.inside.tester import names_in
+from operators.sandbox.inside.tester import is_same, names_in
 from operators.sandbox.inside.wire import decode, encode
 
 needs_sandbox = pytest.mark.skipif(fault() is not None, reason=str(fault()))
+
+
 HOSTILE = [
     pytest.param(hostile, id=hostile.tries, marks=pytest.mark.slow if hostile.is_slow else ())
     for programs in GROUPS.values()
     for hostile in programs
 ]
+
+
 DEADLINE_S = 30.0
 
 
@@ -67,6 +71,24 @@ def test_without_its_filter_a_sandbox_still_has_no_network_and_no_files(hostile:
 def test_each_test_runs_in_a_process_of_its_own() -> None:
     source = "seen = []\ndef f(x):\n    seen.append(x)\n    return seen"
     assert all(outcome.passed for outcome in run(source, [PythonTest("assert f(1) == [1]")] * 3))
+
+
+@needs_sandbox
+def test_outcomes_come_in_the_order_of_the_tests() -> None:
+    outcomes = list(
+        run("print(input())", [ScriptTest(str(number)) for number in range(5)], SandboxLimits())
+    )
+    assert [outcome.output for outcome in outcomes] == [f"{number}\n" for number in range(5)]
+
+
+@needs_sandbox
+def test_a_program_does_the_same_each_time() -> None:
+    source = "print([hash('a'), sorted(map(hash, 'abc')), list({'x', 'y', 'z'})])"
+    assert (
+        len({outcome.output for outcome in run(source, [ScriptTest("")] * 3, SandboxLimits())}) == 1
+    )
+    (first,), (second,) = (list(run(source, [ScriptTest("")], SandboxLimits())) for _ in range(2))
+    assert first.passed and first == second
 
 
 @needs_sandbox
@@ -218,6 +240,8 @@ def verdict(
 
 
 ALLOW, KILL, NOT_PERMITTED, UNKNOWN = 0x7FFF0000, 0x80000000, 0x00050001, 0x00050026
+
+
 THREAD = 0x3D0F00  # the flags with which libc starts a thread
 
 
@@ -290,6 +314,15 @@ def test_plain_data_arrives_as_it_was(value: Any) -> None:
     assert found == value and type(found) is type(value)
 
 
+@settings(max_examples=200)
+@given(st.binary(max_size=60))
+def test_bytes_of_any_kind_are_plain_data_or_refused(data: bytes) -> None:
+    with contextlib.suppress(
+        ValueError, TypeError, IndexError, KeyError, struct.error, RecursionError
+    ):
+        decode(data, lambda number: None)
+
+
 def test_an_object_goes_by_number_and_a_subclass_by_value() -> None:
     class Mine(int):
         def __eq__(self, other: object) -> bool:
@@ -317,3 +350,26 @@ def test_a_test_borrows_no_built_in_of_the_candidate() -> None:
     )
     assert {"g", "h"} <= names_in(code)
     assert not {"all", "abs", "range", "AssertionError"} & names_in(code)
+
+
+@pytest.mark.parametrize(
+    ("found", "wanted", "same"),
+    [
+        ((1, 2), [1, 2], True),
+        ([(1, 2)], [[1, 2]], True),
+        (3, [3], True),
+        (3, [3, 4], False),
+        (float("inf"), float("inf"), True),
+        (float("nan"), float("nan"), True),
+        ([1.0, (float("nan"),)], [1.0, [float("nan")]], True),
+        ({"a": float("nan")}, {"a": float("nan")}, True),
+        (5, float("nan"), False),
+        ({"a": (1,)}, {"a": [1]}, True),
+        ([], [], True),
+        (None, [], False),
+        (3, 4, False),
+        (object(), 1, False),
+    ],
+)
+def test_values_are_compared_as_json_would_hold_them(found: Any, wanted: Any, same: bool) -> None:
+    assert is_same(found, wanted) is same

@@ -11,24 +11,42 @@ from starlette.testclient import TestClient
 from operators.serving.app import make_app
 
 ANY, ADD = '<tool_call>\n{"name": "', '<tool_call>\n{"name": "add", "arguments":'
+
+
 REST = {ANY: 'add", "arguments": {"a": 1}}\n</tool_call>', ADD: ' {"a": 1}}\n</tool_call>'}
+
+
 """What the policy writes behind each."""
+
+
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
+
+
 USER = {"role": "user", "content": "hello"}
+
+
 NAMES = ("add", "subtract")
+
+
 CHAT_TOOLS = [
     {"type": "function", "function": {"name": name, "parameters": SCHEMA}} for name in NAMES
 ]
+
+
 TOOLS = {
     "/v1/chat/completions": CHAT_TOOLS,
     "/v1/responses": [{"type": "function", "name": name, "parameters": SCHEMA} for name in NAMES],
     "/v1/messages": [{"name": name, "input_schema": SCHEMA} for name in NAMES],
 }
+
+
 ASKED = {
     "/v1/chat/completions": {"messages": [USER]},
     "/v1/responses": {"input": [USER]},
     "/v1/messages": {"messages": [USER], "max_tokens": 500},
 }
+
+
 CHOICES = {
     ("/v1/chat/completions", ANY): "required",
     ("/v1/chat/completions", ADD): {"type": "function", "function": {"name": "add"}},
@@ -154,6 +172,12 @@ def test_a_chat_goes_on_with_the_ids_of_a_forced_call(client_of_answers, rows, t
     assert rows[2]["tokens"][: len(first["tokens"])] == first["tokens"]
 
 
+def test_one_tool_that_has_to_be_called_is_named(client_of_answers, rows, tooled):
+    asked = {"messages": [USER], "tools": CHAT_TOOLS[:1], "tool_choice": "required"}
+    post(client_of_answers(), "/v1/chat/completions", asked)
+    check_forced(rows[0], tooled, ADD, REST[ADD])
+
+
 @pytest.mark.parametrize(("limit", "ends"), [(None, "stop"), (3, "length")])
 def test_what_comes_to_no_call_is_text_with_what_it_was_made_to_begin_with(
     client_of_answers, rows, tooled, limit, ends
@@ -173,6 +197,29 @@ def test_what_comes_to_no_call_is_text_with_what_it_was_made_to_begin_with(
     first, second = rows
     assert second["tokens"][: len(first["tokens"])] == first["tokens"]
     assert second["parent_rollout_id"] == first["rollout_id"]
+
+
+def test_a_stop_string_is_looked_for_behind_what_was_forced(client_of_answers, rows):
+    asked = {"messages": [USER], "tools": CHAT_TOOLS, "tool_choice": "required", "stop": ['"']}
+    (choice,) = post(client_of_answers(), "/v1/chat/completions", asked)["choices"]
+    assert (choice["message"]["content"], choice["finish_reason"]) == (ANY + "add", "stop")
+
+
+def test_a_stream_of_a_forced_call_shows_none_of_it_as_content(client_of_answers):
+    asked = {
+        "messages": [USER],
+        "tools": CHAT_TOOLS,
+        "tool_choice": "required",
+        "stream": True,
+        "model": "tiny",
+    }
+    lines = client_of_answers().post("/v1/chat/completions", json=asked).text.splitlines()
+    deltas = [
+        json.loads(line[6:])["choices"][0]["delta"] for line in lines if line.startswith("data: {")
+    ]
+    assert not "".join(delta.get("content") or "" for delta in deltas)
+    (called,) = [delta["tool_calls"] for delta in deltas if "tool_calls" in delta]
+    assert called[0]["function"] == {"name": "add", "arguments": '{"a": 1}'}
 
 
 WRONG = {
@@ -198,6 +245,8 @@ def test_a_choice_that_names_no_tool_of_the_call_is_refused(client_of_answers, r
 
 
 COUNTING = TEMPLATE.replace("{{ m.content }}", "{{ m.content }}{{ m.content | length }}")
+
+
 """What stands behind a turn depends on it, so that no delimiters can be told."""
 
 

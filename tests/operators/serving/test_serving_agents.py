@@ -23,13 +23,23 @@ STRICT = TOOLED.replace(
     " %}{{ raise_exception('no ' + m.role) }}{% endif %}",
     1,
 )
+
+
 """One system message at the beginning, and no developer's, as Qwen 3.5's."""
+
+
 THINKING = TEMPLATE.replace(
     "assistant\n{% endif %}",
     "assistant\n{% if enable_thinking is false %}<no>{% endif %}{% endif %}",
 )
+
+
 USER = {"role": "user", "content": "hello"}
+
+
 CHAT = {"model": "tiny", "messages": [USER], "max_tokens": 32}
+
+
 HEAD = "<|im_start|>user\nhello<|im_end|>\n<|im_start|>assistant\n"
 
 
@@ -243,6 +253,67 @@ def test_options_of_the_chat_template_are_a_calls_or_the_servers(rows):
     with in_run(THINKING, options=off["chat_template_kwargs"]) as (post, works):
         post("/v1/chat/completions", CHAT)
         assert byte_tokenizer().decode(works[-1].prompt) == HEAD + "<no>"
+
+
+WISHED = {
+    "temperature": 0.1,
+    "top_p": 0.5,
+    "frequency_penalty": 0.1,
+    "presence_penalty": -0.5,
+    "logit_bias": {"5": -100},
+}
+
+
+def test_how_a_turn_is_sampled_is_granted_or_refused_by_a_server_and_set_aside_by_a_run(rows):
+    """One rule for all: what would change what is drawn is done, or refused by name; in a run the
+    run samples.
+    """
+    refused = [
+        {name: WISHED[name]} for name in ("frequency_penalty", "presence_penalty", "logit_bias")
+    ]
+    ids = {"model": "tiny", "token_ids": [5, 6]}
+    with calling(TOOLED, rows) as post:
+        for wish in refused:
+            assert (
+                post("/v1/chat/completions", {**CHAT, **wish}, 400)["error"]["code"]
+                == "unsupported_parameter"
+            )
+            post(
+                "/inference/v1/generate", {**ids, "sampling_params": {"max_tokens": 4, **wish}}, 400
+            )
+            post("/v1/responses", {"model": "tiny", "input": "hello", **wish}, 400)
+            post("/v1/messages", {**CHAT, **wish}, 400)
+        post(
+            "/v1/chat/completions",
+            {**CHAT, "temperature": 0.1, "frequency_penalty": 0, "logit_bias": {}},
+        )
+    with in_run() as (post, works):
+        post("/v1/chat/completions", {**CHAT, **WISHED, "seed": 7})
+        post("/v1/completions", {"model": "tiny", "prompt": "hello", **WISHED})
+        post("/inference/v1/generate", {**ids, "sampling_params": {"max_tokens": 4, **WISHED}})
+        post(
+            "/v1/responses", {"model": "tiny", "input": "hello", **WISHED, "seed": 7, "min_p": 0.1}
+        )
+        post("/v1/messages", {**CHAT, **WISHED, "seed": 7})
+        assert [work.sampling for work in works] == [None] * 5
+        for wrong in (
+            {"temperature": -1},
+            {"temperature": "hot"},
+            {"top_p": 2},
+            {"response_format": {"type": "json_object"}},
+        ):
+            post("/v1/chat/completions", {**CHAT, **wrong}, 400)
+
+
+def test_a_run_ends_turns_at_its_generators_own_stops_and_a_calls(rows):
+    with in_run(stop=("own",), ends=frozenset([END])) as (post, works):
+        post("/v1/chat/completions", {**CHAT, "stop": ["<|im_start|>", "b"]})
+        assert works[-1].stop == ("<|im_start|>", "b", "own")
+        said = post("/v1/chat/completions", {**CHAT, "stop": ["\n<|im_end|>"]}, 400)["error"]
+        assert (
+            said["param"] == "stop"
+            and "has no special tokens; found '<|im_end|>' in it" in said["message"]
+        )
 
 
 def test_a_stop_that_is_a_special_token_is_its_id_wherever_the_tokenizer_names_it(rows):

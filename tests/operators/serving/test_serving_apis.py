@@ -2,6 +2,8 @@
 Anthropic are served.
 """
 
+import json
+
 import pytest
 from serving_rig import END, TOOLED, byte_tokenizer, scripted, served, service_of
 from starlette.testclient import TestClient
@@ -9,11 +11,17 @@ from starlette.testclient import TestClient
 from operators.serving.app import make_app
 
 CALLED = 'well <tool_call>\n{"arguments": {"a":1},   "name": "add"}\n</tool_call>'
+
+
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
+
+
 TOOL = {
     "type": "function",
     "function": {"name": "add", "description": "Adds.", "parameters": SCHEMA},
 }
+
+
 USER = {"role": "user", "content": "hello"}
 
 
@@ -21,6 +29,8 @@ TORN = [
     CALLED.replace('"a":1', f'"a":{value}')
     for value in (r'"\ud83d"', "1e999", "-Infinity", "[" * 200 + "]" * 200)
 ]
+
+
 """Calls that no answer can hold."""
 
 
@@ -96,6 +106,24 @@ def test_a_history_that_was_rewritten_begins_anew(client, rows):
     assert rows[2]["parent_rollout_id"] is None
 
 
+def test_a_stream_shows_no_part_of_a_call_as_content(client):
+    chat = {"model": "tiny", "messages": [USER], "tools": [TOOL], "stream": True}
+    lines = client.post("/v1/chat/completions", json=chat).text.splitlines()
+    chunks = [json.loads(line[6:]) for line in lines if line.startswith("data: {")]
+    deltas = [chunk["choices"][0]["delta"] for chunk in chunks]
+    assert "".join(delta.get("content", "") for delta in deltas) == "well"
+    (called,) = [delta["tool_calls"] for delta in deltas if "tool_calls" in delta]
+    assert called[0]["function"] == {"name": "add", "arguments": '{"a": 1}'}
+    assert chunks[-1]["choices"][0]["finish_reason"] == "tool_calls"
+
+
+def test_without_tools_a_call_is_text(client):
+    (choice,) = post(client, "/v1/chat/completions", {"model": "tiny", "messages": [USER]})[
+        "choices"
+    ]
+    assert (choice["message"]["content"], choice["finish_reason"]) == (CALLED, "stop")
+
+
 def test_ids_go_in_and_out_by_the_token_route(client, rows, tooled):
     ids = tooled("hello", add_special_tokens=False)["input_ids"]
     body = {
@@ -123,6 +151,22 @@ def test_ids_go_in_and_out_by_the_token_route(client, rows, tooled):
         client, "/inference/v1/generate", {**body, "sampling_params": {"min_tokens": 3}}, status=400
     )
     post(client, "/inference/v1/generate", {**body, "token_ids": "hello"}, status=400)
+
+
+def test_models_say_how_much_fits_into_the_context(client):
+    (model,) = client.get("/v1/models").json()["data"]
+    assert model["max_model_len"] == 2048
+
+
+def test_a_key_names_the_session_where_none_is_asked_for(client, rows):
+    chat = {"model": "tiny", "messages": [USER]}
+    for headers in (
+        {"authorization": "Bearer rollout-7"},
+        {"x-api-key": "rollout-7"},
+        {"authorization": "Bearer none"},
+    ):
+        post(client, "/v1/chat/completions", chat, headers=headers)
+    assert [row["session_id"] for row in rows] == ["rollout-7", "rollout-7", None]
 
 
 def test_anthropics_messages_call_tools(client, rows, tooled):

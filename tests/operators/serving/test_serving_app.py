@@ -8,6 +8,8 @@ from rigs.machine import wait_until
 from serving_rig import END, ScriptedEngine, byte_tokenizer
 
 CHAT = {"model": "tiny", "messages": [{"role": "user", "content": "hi"}]}
+
+
 TEXT = {"model": "tiny", "prompt": "hi", "max_tokens": 30}
 
 
@@ -70,6 +72,27 @@ def test_a_chat_completion_has_the_shape_of_openai(client_of, tokenizer):
     assert body["prompt_token_ids"] == tokenizer(prompt, add_special_tokens=False)["input_ids"]
 
 
+def test_prompts_may_be_texts_or_token_ids_and_choices_are_counted_through(client_of, rows):
+    client = client_of(lambda prompt: prompt.upper())
+    body = post(client, {**TEXT, "prompt": ["ab", "cd"], "n": 2})
+    assert [(c["index"], c["text"]) for c in body["choices"]] == [
+        (0, "AB"),
+        (1, "AB"),
+        (2, "CD"),
+        (3, "CD"),
+    ]
+    ids = [byte_tokenizer()(text)["input_ids"] for text in ("hello", "xy")]
+    assert [c["text"] for c in post(client, {**TEXT, "prompt": ids})["choices"]] == ["HELLO", "XY"]
+    assert [c["text"] for c in post(client, {**TEXT, "prompt": ids[0]})["choices"]] == ["HELLO"]
+    assert [(row["group_id"], row["group_size"], row["position"]) for row in rows[:4]] == [
+        (0, 2, 0),
+        (0, 2, 1),
+        (1, 2, 0),
+        (1, 2, 1),
+    ]
+    assert rows[-1]["prompt"] == "hello" and len({row["rollout_id"] for row in rows}) == 7
+
+
 @pytest.mark.parametrize("stops", [[], ["wor"], ["xyz", "😀"]])
 def test_a_stream_adds_up_to_the_whole_answer(client_of, stops):
     client = client_of("hello wörld 😀 worldly")
@@ -107,6 +130,21 @@ def test_a_stop_string_ends_the_text_before_it(client_of, rows):
         choice = post(client, {**TEXT, "stop": stop})["choices"][0]
         assert (choice["text"], choice["finish_reason"]) == (text, "stop")
     assert [row["completion"] for row in rows] == ["one", "one ", "one two three"]
+
+
+def test_a_special_token_may_be_a_stop(client_of):
+    client = client_of("one <|im_start|> two")
+    assert post(client, {**TEXT, "stop": "<|im_start|>"})["choices"][0]["text"] == "one "
+    assert post(client, {**TEXT, "stop": ["<|im_start|>", "ne"]})["choices"][0]["text"] == "o"
+    assert post(client, {**TEXT, "stop": "<|im_end|>"})["choices"][0]["text"] == "one  two"
+
+
+def test_length_is_a_finish_reason(client_of):
+    client = client_of("hello world hello world")
+    assert post(client, {**TEXT, "max_tokens": 2})["choices"][0]["finish_reason"] == "length"
+    assert chat(client, {"max_completion_tokens": 1})["choices"][0]["message"]["content"] == "hello"
+    del_max = {"model": "tiny", "prompt": "hi"}
+    assert post(client_of("x" * 40), del_max)["usage"]["completion_tokens"] == 16
 
 
 def test_the_knobs_of_a_call_reach_the_engine(client_of):
@@ -192,7 +230,11 @@ BAD = {
         "invalid_value",
     ),
 }
+
+
 IMAGE = {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:"}}]}
+
+
 BAD_CHAT = {
     "no_messages": ({"messages": []}, "messages", "invalid_value"),
     "no_role": ({"messages": [{"content": "x"}]}, "messages[0].role", "invalid_value"),
@@ -240,6 +282,22 @@ def test_a_bad_chat_call_is_refused_with_an_error_of_openai(client_of, case):
     assert (error["param"], error["code"], error["type"]) == (param, code, "invalid_request_error")
 
 
+def test_values_that_ask_for_nothing_are_accepted(client_of):
+    nothing = {
+        "presence_penalty": 0,
+        "logit_bias": {},
+        "best_of": None,
+        "echo": False,
+        "suffix": None,
+        "store": True,
+    }
+    assert post(client_of("x"), {**TEXT, **nothing})["choices"][0]["text"] == "x"
+    chat(
+        client_of("x"),
+        {"response_format": {"type": "text"}, "top_logprobs": 0, "metadata": {"a": "b"}},
+    )
+
+
 def test_a_tokenizer_without_a_chat_template_serves_completions_only(rows):
     from serving_rig import scripted, service_of
     from starlette.testclient import TestClient
@@ -258,6 +316,12 @@ def test_a_text_with_a_token_that_the_model_lacks_is_refused(client_of, rows):
     client = client_of("x", vocabulary=100)
     assert post(client, {**TEXT, "prompt": "hello"}, status=400)["error"]["code"] == "unknown_token"
     assert post(client, {**TEXT, "prompt": [99, 3]})["choices"][0]["text"] == "x" and len(rows) == 1
+
+
+def test_a_prompt_that_is_too_long_is_a_record_too(client_of, rows):
+    post(client_of("x"), {**TEXT, "prompt": ["a" * 300, "b"]}, status=400)
+    assert [row["finish_reason"] for row in rows] == ["error", "error"]
+    assert "300 tokens" in rows[0]["error"] and rows[0]["mask"] == [False] * 300
 
 
 def test_an_overloaded_server_says_when_to_come_again(client_of, rows):
@@ -291,6 +355,21 @@ def test_a_call_that_takes_too_long_is_ended_and_recorded(client_of, rows):
     assert "not over after 0.05 s" in rows[0]["error"]
 
 
+def test_an_engine_that_fails_is_an_error_of_the_server(client_of, rows):
+    engine = ScriptedEngine(lambda prompt, seed: [5, END])
+    client = client_of(engine)
+    engine.broken = RuntimeError("out of memory")
+    error = post(client, TEXT, status=503)["error"]
+    assert error["type"] == "server_error" and "out of memory" in error["message"]
+    assert client.get("/health").status_code == 503
+    engine.broken = RuntimeError("again")
+    chunks = events(client, TEXT)
+    assert "again" in chunks[-1]["error"]["message"]
+    assert post(client, TEXT)["usage"]["completion_tokens"] == 2
+    assert client.get("/health").json()["status"] == "ok"
+    assert [row["error"] is None for row in rows] == [False, False, True]
+
+
 def test_a_call_that_cannot_be_recorded_is_not_answered(tokenizer):
     from serving_rig import scripted, service_of
     from starlette.testclient import TestClient
@@ -306,6 +385,20 @@ def test_a_call_that_cannot_be_recorded_is_not_answered(tokenizer):
     with TestClient(make_app(service), base_url="http://localhost") as client:
         error = post(client, TEXT, status=500)["error"]
     assert error["code"] == "not_recorded" and "the disk is full" in error["message"]
+
+
+def test_models_and_health_are_told(client_of):
+    client = client_of("x")
+    (model,) = client.get("/v1/models").json()["data"]
+    assert (model["id"], model["object"]) == ("tiny", "model")
+    post(client, TEXT)
+    health = client.get("/health").json()
+    assert (health["status"], health["live"], health["recorded"], health["version"]) == (
+        "ok",
+        0,
+        1,
+        0,
+    )
 
 
 def test_an_address_that_is_not_served_names_those_that_are(client_of):

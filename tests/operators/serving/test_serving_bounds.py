@@ -1,19 +1,27 @@
 """What a stranger sends is bounded before anything is built of it."""
 
+import gc
 import json
 import re
 import threading
+import weakref
 
 import pytest
 from rigs.machine import wait_until
-from serving_rig import END, ScriptedEngine, scripted, service_of
+from serving_rig import END, ScriptedEngine, byte_tokenizer, scripted, service_of
 
+from operators.engine.decode import MOST_STOPS
+from operators.engine.stop_strings import StopCache
 from operators.serving import app as routes
 from operators.serving.errors import ApiError, Bounds, Budget, read_json
 from operators.serving.requests import parse
 
 TEXT = {"model": "tiny", "prompt": "ab"}
+
+
 CHAT = {"model": "tiny", "messages": [{"role": "user", "content": "hello"}]}
+
+
 SMALL = Bounds(
     body_bytes=1 << 16,
     values=1000,
@@ -24,8 +32,13 @@ SMALL = Bounds(
     name_characters=20,
     characters_per_token=2,
 )
+
+
 """Of a context of 256 tokens."""
+
+
 JSON = {"Content-Type": "application/json"}
+
 
 REFUSED = {
     "body": (TEXT | {"prompt": "x" * (1 << 16)}, 413, None, "more than 65536 bytes"),
@@ -133,6 +146,14 @@ def test_what_is_too_much_is_refused_at_the_door_and_leaves_nothing(case, client
     assert client.post("/v1/completions", json=TEXT).json()["choices"][0]["text"] == "x"
 
 
+def test_a_pair_of_surrogates_is_a_character(client_of, rows):
+    client = client_of("x")
+    answer = client.post(
+        "/v1/completions", content=rb'{"model": "tiny", "prompt": "\ud83d\ude00"}', headers=JSON
+    )
+    assert answer.status_code == 200 and rows[0]["prompt"] == "\U0001f600"
+
+
 def test_brackets_that_nest_deeper_than_python_goes_are_no_fault_of_the_server():
     with pytest.raises(ValueError, match="nest too deep"):
         read_json("[" * 200_000 + "]" * 200_000, 1 << 30)
@@ -146,6 +167,15 @@ def test_arguments_of_a_tool_call_that_are_too_much_stay_the_text_that_they_are(
     body = CHAT | {"messages": [{"role": "assistant", "content": "", "tool_calls": [call]}]}
     (message,) = parse("chat", body, SMALL).messages
     assert message["tool_calls"] == [call]
+
+
+def test_arguments_of_a_call_that_nest_without_end_are_the_callers_fault(client_of):
+    call = {"type": "function", "function": {"name": "f", "arguments": "[" * 2000}}
+    turn = {"role": "assistant", "content": "", "tool_calls": [call]}
+    answer = client_of("x").post(
+        "/v1/chat/completions", json=CHAT | {"messages": [*CHAT["messages"], turn]}
+    )
+    assert answer.status_code == 400, answer.text[:200]
 
 
 def test_an_overloaded_server_refuses_a_call_before_it_reads_its_body(client_of, monkeypatch):
@@ -194,3 +224,16 @@ def test_bodies_that_are_being_read_share_a_budget_which_they_give_back(client_o
     assert (answer.status_code, answer.json()["error"]["code"]) == (429, "overloaded")
     assert client.app.state.service.reading.taken == 0
     assert client.post("/v1/completions", json=TEXT).status_code == 200
+
+
+def test_no_more_stop_lists_are_kept_than_have_a_place():
+    stopping = StopCache(byte_tokenizer(), frozenset([END]))
+    first = stopping(("first",))
+    again = stopping(("first",))
+    assert first is again
+    gone, made = weakref.ref(first), stopping.made
+    del first, again
+    for number in range(3 * MOST_STOPS):
+        assert stopping((f"stop {number}",)) is not None
+    gc.collect()
+    assert made.cache_info().currsize == MOST_STOPS and gone() is None

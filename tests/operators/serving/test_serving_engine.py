@@ -166,6 +166,22 @@ def test_recorded_logprobs_are_those_of_a_full_pass_whatever_runs_beside(
         assert row["error"] is None and set(np.array(row["versions"])[mask]) == {0}
 
 
+def test_the_same_seed_gives_the_same_tokens_alone_and_in_a_crowd(client, rows):
+    (alone,) = complete(client, prompt="hello", max_tokens=20, seed=11)
+    crowd = complete(client, prompt=["hello", "x", "y y"], max_tokens=20, seed=11, n=2)
+    assert crowd[0]["token_ids"] == alone["token_ids"] != crowd[1]["token_ids"]
+
+
+def test_a_stop_string_ends_a_rollout_of_the_real_engine(client):
+    (whole,) = complete(client, prompt="hello", max_tokens=40, seed=3)
+    stop = whole["text"][3:5]
+    (cut,) = complete(client, prompt="hello", max_tokens=40, seed=3, stop=stop)
+    assert (
+        cut["finish_reason"] == "stop" and cut["text"] == whole["text"][: whole["text"].find(stop)]
+    )
+    assert whole["token_ids"][: len(cut["token_ids"])] == cut["token_ids"]
+
+
 def test_weights_change_under_a_running_server(client, model, tokenizer, rows):
     other = tiny_llama(len(tokenizer), seed=1)
     models = {0: model, 4: other}
@@ -193,6 +209,62 @@ def test_weights_change_under_a_running_server(client, model, tokenizer, rows):
         np.array(later["logprobs"])[later["mask"]], recomputed(models[4], later), atol=1e-5
     )
     assert client.get("/health").json()["version"] == 4
+
+
+def test_the_openai_client_is_served(engine, tokenizer, rows):
+    openai = pytest.importorskip("openai")
+    with (
+        served(service_of(engine, tokenizer, rows), api_key="secret") as address,
+        openai.OpenAI(
+            base_url=f"{address}/v1", api_key="secret", timeout=WAIT_S, max_retries=0
+        ) as client,
+    ):
+        messages = [{"role": "user", "content": "hello"}]
+        chat = client.chat.completions.create(
+            model="tiny",
+            messages=messages,
+            max_tokens=8,
+            seed=1,
+            logprobs=True,
+            n=2,
+            extra_body={"top_k": 20},
+            extra_headers={"X-Session-Id": "a"},
+        )
+        assert chat.usage.completion_tokens == sum(
+            len(choice.logprobs.content) for choice in chat.choices
+        )
+        parts = client.chat.completions.create(
+            model="tiny",
+            messages=messages,
+            max_tokens=8,
+            seed=1,
+            n=2,
+            stream=True,
+            extra_body={"top_k": 20},
+            stream_options={"include_usage": True},
+        )
+        texts = ["", ""]
+        for part in parts:
+            for choice in part.choices:
+                texts[choice.index] += choice.delta.content or ""
+            usage = part.usage
+        assert texts == [choice.message.content for choice in chat.choices] and usage == chat.usage
+        messages += [chat.choices[0].message, {"role": "user", "content": "go on"}]
+        client.chat.completions.create(
+            model="tiny", messages=messages, max_tokens=4, extra_headers={"X-Session-Id": "a"}
+        )
+        assert rows[-1]["parent_rollout_id"] == rows[0]["rollout_id"]
+        assert rows[-1]["tokens"][: len(rows[0]["tokens"])] == rows[0]["tokens"]
+        text = client.completions.create(model="tiny", prompt=["a", "b"], max_tokens=3, logprobs=0)
+        # a draw may end before its third token
+        counts = [len(choice.logprobs.tokens) for choice in text.choices]
+        assert len(counts) == 2 and all(1 <= count <= 3 for count in counts)
+        assert sum(counts) == text.usage.completion_tokens
+        assert [model.id for model in client.models.list()] == ["tiny"]
+        with pytest.raises(openai.NotFoundError, match="there is no model 'other'"):
+            client.completions.create(model="other", prompt="x")
+        with pytest.raises(openai.BadRequestError, match="the prompt is too long"):
+            client.completions.create(model="tiny", prompt="x" * 200)
 
 
 @pytest.mark.parametrize("stream", [False, True])

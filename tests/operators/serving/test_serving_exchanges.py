@@ -2,10 +2,16 @@
 sent.
 """
 
-from serving_rig import END, ScriptedEngine, service_of
+import itertools
+
+import pyarrow as pa
+import pytest
+from serving_rig import END, ScriptedEngine, byte_tokenizer, service_of
 from starlette.testclient import TestClient
 
 from operators.serving.app import make_app
+from operators.serving.conversations import conversations
+from operators.serving.rows import COLUMNS
 from operators.serving.sessions import Exchanges, ServedExchange, encode
 from operators.serving.text import Vocabulary
 
@@ -37,11 +43,72 @@ def test_the_end_token_that_was_written_is_reused_with_it(tokenizer):
     assert encoded(tokenizer, exchanges, "ab").reused == 1
 
 
+def test_the_longest_exchange_of_the_same_session_is_gone_on_from(tokenizer):
+    ids = dict(tokenizer.get_vocab())
+    x, y = ids["x"], ids["y"]
+    exchanges = Exchanges()
+    exchanges.add(exchange("x", (x,), number=1))
+    exchanges.add(exchange("xy", (x, y), number=2))
+    exchanges.add(exchange("xyx", (x, y, x), number=3, session="other"))
+    assert encoded(tokenizer, exchanges, "xyxy").parent == 2
+    assert encoded(tokenizer, exchanges, "xxx").parent == 1
+    assert encoded(tokenizer, exchanges, "yx").parent is None
+    assert encoded(tokenizer, exchanges, "xyxy", session=None).parent is None
+
+
 def test_exchanges_that_spell_something_else_are_passed_over(tokenizer):
     exchanges = Exchanges()
     exchanges.add(exchange("hell", (5, 6, 7)))
     found = encoded(tokenizer, exchanges, "hello")
     assert found.parent is None and found.tokens == tuple(tokenizer("hello")["input_ids"])
+
+
+def test_only_the_latest_exchanges_are_kept(tokenizer):
+    exchanges = Exchanges(most=2)
+    for number, text in enumerate(("a", "b", "c")):
+        exchanges.add(exchange(text, (number,), number=number))
+        exchanges.find("s", "a...")
+    assert [exchanges.find("s", text) is not None for text in ("a", "b", "c")] == [
+        True,
+        False,
+        True,
+    ]
+
+
+@pytest.mark.parametrize("kind", ["bytes", "fallback"])
+def test_a_conversation_is_recorded_without_tokenising_it_again(kind):
+    tokenizer = byte_tokenizer(byte_fallback=kind == "fallback")
+    ids = dict(tokenizer.get_vocab())
+    # Pieces that the tokenizer itself would have merged: what a policy that explores writes.
+    answers = [
+        [ids["a"], ids["b"], ids["c"], END],
+        [ids["h"], ids["e"], END],
+        [ids["b"], ids["c"], END],
+    ]
+    engine = ScriptedEngine(lambda prompt, seed: answers[len(engine.started) - 1])
+    rows = []
+    service = service_of(engine, tokenizer, rows)
+    messages = []
+    with TestClient(make_app(service), base_url="http://localhost") as client:
+        for question in ("hd", "ab", "c"):
+            messages.append({"role": "user", "content": question})
+            answer = client.post(
+                "/v1/chat/completions", json={"model": "tiny", "messages": messages, "user": "s"}
+            )
+            messages.append(answer.json()["choices"][0]["message"])
+    for earlier, later in itertools.pairwise(rows):
+        assert later["parent_rollout_id"] == earlier["rollout_id"]
+        assert later["reused_tokens"] == len(earlier["tokens"])
+        assert later["tokens"][: len(earlier["tokens"])] == earlier["tokens"]
+        own = tokenizer(tokenizer.decode(later["tokens"]), add_special_tokens=False)["input_ids"]
+        assert kind == "fallback" or own != later["tokens"], (
+            "the tokenizer would have cut it otherwise"
+        )
+    (whole,) = conversations(
+        pa.Table.from_pylist(rows, pa.schema(list(COLUMNS.items())))
+    ).to_pylist()
+    wrote = [token for token, chosen in zip(whole["tokens"], whole["mask"], strict=True) if chosen]
+    assert wrote == [token for answer in answers for token in answer]
 
 
 def test_a_conversation_goes_on_after_a_stop_string_with_the_tokens_before_it(tokenizer):
@@ -73,3 +140,17 @@ def test_siblings_may_each_be_gone_on_from(tokenizer):
     parents = [row["parent_rollout_id"] for row in rows[8:]]
     texts = {row["rollout_id"]: row["completion"] for row in rows}
     assert [texts[parent] for parent in parents] == ["x", "y"]
+
+
+def test_a_session_that_is_forgotten_takes_its_exchanges_and_no_others_along():
+    exchanges = Exchanges(most=4)
+    for number, (session, text) in enumerate(
+        (("s", "a"), ("other", "a"), ("s", "ab"), (None, "a"), ("s", "a"))
+    ):
+        exchanges.add(exchange(text, (number,), session=session, number=number))
+    for session in ("s", "s", "unknown"):
+        exchanges.forget(session)
+    assert exchanges.find("s", "abc") is None
+    assert [exchanges.find(session, "abc").rollout_id for session in ("other", None)] == [1, 3]
+    exchanges.add(exchange("ab", (9,), session="s", number=9))
+    assert exchanges.find("s", "abc").rollout_id == 9

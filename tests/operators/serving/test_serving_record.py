@@ -11,6 +11,7 @@ from operators.serving.rows import (
     COLUMNS,
     CallGroup,
     Completion,
+    GroupIds,
     RolloutLog,
     read_rollouts,
     rows_of,
@@ -56,6 +57,17 @@ def test_a_row_has_prompt_and_completion_end_to_end():
     assert [row["rollout_id"] for row in rows] == [6, 7]
     assert (rows[1]["finish_reason"], rows[1]["error"]) == ("error", "gone")
     assert rows[0]["created"].timestamp() == 1_700_000_000
+
+
+def test_numbers_never_name_two_rollouts_alike():
+    numbers, seen, groups = GroupIds(), set(), []
+    for size in (1, 8, 1, 3, 128, 2, 1, 1):
+        number = numbers.take(size)
+        ids = {number * size + position for position in range(size)}
+        assert not ids & seen
+        seen |= ids
+        groups.append(number)
+    assert groups == sorted(set(groups))
 
 
 def test_what_was_appended_is_read_while_the_file_is_open_and_after(tmp_path):
@@ -108,6 +120,14 @@ def test_what_a_crash_tore_is_left_out_and_cut_off(tmp_path, torn):
     assert read_rollouts(path).column("group_id").to_pylist() == [0, 0, 1, 1]
 
 
+def test_one_process_writes_a_file(tmp_path):
+    file = RolloutLog(tmp_path / "rollouts.arrow")
+    with pytest.raises(RunError, match="another process writing it"):
+        RolloutLog(tmp_path / "rollouts.arrow")
+    file.close()
+    RolloutLog(tmp_path / "rollouts.arrow").close()
+
+
 def test_a_file_of_something_else_is_left_alone(tmp_path):
     path = tmp_path / "notes.txt"
     path.write_text("not Arrow, but longer than a header of Arrow would be")
@@ -118,6 +138,42 @@ def test_a_file_of_something_else_is_left_alone(tmp_path):
     path.write_bytes(other.serialize())
     with pytest.raises(RunError, match="other columns"):
         RolloutLog(path)
+
+
+def test_a_conversation_is_one_row_with_all_that_the_model_wrote():
+    table = pa.Table.from_batches(
+        [
+            batch(0, ((5, 6),)),
+            batch(1, ((9,),), prompt=(3, 4, 5, 6, 8), parent=0, reused=4),
+            batch(2, ((2,),), prompt=(3, 4, 5, 6, 8, 9, 7), parent=1, reused=6),
+        ]
+    )
+    (row,) = conversations(table).to_pylist()
+    assert row["tokens"] == [3, 4, 5, 6, 8, 9, 7, 2]
+    assert row["mask"] == [False, False, True, True, False, True, False, True]
+    assert row["versions"] == [-1, -1, 1, 1, -1, 1, -1, 1]
+    assert row["logprobs"] == [0, 0, -0.25, -0.25, 0, -0.25, 0, -0.25]
+    assert row["rollout_id"] == 2
+
+
+def test_what_two_conversations_share_is_chosen_once():
+    table = pa.Table.from_batches(
+        [
+            batch(0, ((5, 6),)),
+            batch(1, ((9,),), prompt=(3, 4, 5, 6, 8), parent=0, reused=4),
+            batch(2, ((7,),), prompt=(3, 4, 5, 1), parent=0, reused=3),
+        ]
+    )
+    first, second = conversations(table).to_pylist()
+    assert sum(first["mask"]) == 3 and second["mask"] == [False, False, False, False, True]
+
+
+def test_a_call_that_failed_does_not_continue_a_conversation():
+    failed = rows_of(
+        group(1, 1, prompt=(3, 4, 5, 6, 8), parent=0, reused=4), [ended([], error="too long")]
+    )
+    (row,) = conversations(pa.Table.from_batches([batch(0, ((5, 6),)), failed])).to_pylist()
+    assert row["rollout_id"] == 0 and sum(row["mask"]) == 2
 
 
 def test_a_parent_with_other_tokens_is_refused():

@@ -7,11 +7,13 @@ import itertools
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from serving_rig import byte_tokenizer
+from serving_rig import END, byte_tokenizer
 
-from operators.serving.text import Transcript, Vocabulary
+from operators.serving.text import Transcript, Vocabulary, held_back
 
 TOKENIZERS = {"bytes": byte_tokenizer(), "fallback": byte_tokenizer(byte_fallback=True)}
+
+
 TEXTS = st.text(st.sampled_from("abcdefgh é€😀 \n"), max_size=30)
 
 
@@ -38,6 +40,16 @@ def test_the_stream_of_any_tokens_is_their_decoding(kind, data):
         assert later.startswith(earlier)
 
 
+@pytest.mark.parametrize("kind", TOKENIZERS)
+@settings(max_examples=100)
+@given(text=TEXTS)
+def test_half_a_character_is_never_shown(kind, text):
+    tokenizer = TOKENIZERS[kind]
+    tokens = tokenizer(text, add_special_tokens=False)["input_ids"]
+    shown, end = grown(tokenizer, tokens)
+    assert end == tokenizer.decode(tokens) and "\ufffd" not in "".join(shown)
+
+
 @settings(max_examples=200)
 @given(text=TEXTS, stops=st.lists(st.text("abc é", min_size=1, max_size=4), min_size=1, max_size=3))
 def test_nothing_of_a_stop_string_is_shown(text, stops):
@@ -54,6 +66,13 @@ def test_nothing_of_a_stop_string_is_shown(text, stops):
     shown, end = grown(tokenizer, tokens, stops)
     assert end == (tokenizer.decode(tokens) if first is None else first)
     assert all(end.startswith(part) for part in shown)
+
+
+def test_what_could_begin_a_stop_string_is_held_back():
+    assert held_back("one END", ["ENDING"]) == 3
+    assert held_back("one END.", ["ENDING"]) == 0
+    assert held_back("aa", ["aab", "ab"]) == 2
+    assert held_back("x", []) == 0
 
 
 def test_tokens_that_lie_wholly_before_a_stop_string_are_counted():
@@ -86,3 +105,9 @@ def test_no_stop_string_is_looked_for_in_what_a_text_is_made_to_begin_with():
         transcript.finish()
         assert transcript.text == expected
         assert len(transcript.offsets) == len(tokens) and transcript.offsets[0] == len("abc é")
+
+
+def test_special_tokens_have_no_part_in_the_text():
+    tokenizer = TOKENIZERS["bytes"]
+    tokens = tokenizer("ab<|im_start|>cd", add_special_tokens=False)["input_ids"]
+    assert grown(tokenizer, [*tokens, END])[1] == "abcd"

@@ -10,7 +10,7 @@ from rigs.machine import wait_until
 from serving_rig import END, WAIT_S, ScriptedEngine
 
 from dataflow.errors import DeadlineError, RunError
-from operators.engine.interface import ABORTED, STOPPED, PromptStart
+from operators.engine.interface import ABORTED, STOPPED, TOO_LONG, PromptStart
 from operators.engine.sampler import Sampling
 from operators.serving.serve import EngineThread, Overloaded
 from operators.serving.work import Work
@@ -62,6 +62,30 @@ def thread_of():
 
 def count_up(prompt, seed):
     return [10 + seed, 11, 12, END]
+
+
+def test_each_rollout_ends_once_and_with_all_its_tokens(thread_of):
+    thread = thread_of(ScriptedEngine(count_up, slots=2))
+    all_heard = [Heard(count=3), Heard(prompt=(6, 7), limit=4), Heard()]
+    thread.submit([heard.work for heard in all_heard])
+    first, second, third = (heard.wait() for heard in all_heard)
+    assert [first[i].tokens.ids.tolist() for i in range(3)] == [
+        [10 + i, 11, 12, END] for i in range(3)
+    ]
+    assert (second[0].tokens.ids.tolist(), second[0].reason) == ([10, 11], TOO_LONG)
+    assert (third[0].reason, third[0].error) == (STOPPED, None)
+    assert [len(heard.news) for heard in all_heard] == [3, 1, 1]
+    assert thread.waiting == 0
+
+
+def test_prompts_start_in_the_order_of_their_arrival(thread_of):
+    engine = ScriptedEngine(count_up, slots=2)
+    thread = thread_of(engine)
+    all_heard = [Heard(prompt=(20 + i,), count=2) for i in range(6)]
+    thread.submit([heard.work for heard in all_heard])
+    for heard in all_heard:
+        heard.wait()
+    assert [start.prompt[0] for start in engine.started] == [20, 21, 22, 23, 24, 25]
 
 
 def test_streams_hear_of_tokens_before_the_end(thread_of):
@@ -130,6 +154,12 @@ def test_weights_change_between_two_steps_and_each_token_says_its_version(thread
     assert applied == [("engine", ["weight"])]
 
 
+def test_an_update_of_an_idle_engine_needs_no_call(thread_of):
+    engine = ScriptedEngine(count_up)
+    thread_of(engine).update(3, lambda tensors: None, timeout_s=WAIT_S)
+    assert engine.version == 3
+
+
 def test_an_update_that_fails_is_raised_where_it_was_asked_for(thread_of):
     engine = ScriptedEngine(count_up)
     thread = thread_of(engine)
@@ -173,6 +203,14 @@ def test_an_engine_that_fails_ends_its_rollouts_and_goes_on(thread_of):
     thread.submit([later.work])
     assert later.wait()[0].reason == STOPPED
     assert thread.failure is None and thread.waiting == 0
+
+
+def test_a_caller_that_fails_to_hear_harms_nobody_else(thread_of):
+    thread = thread_of(ScriptedEngine(count_up))
+    deaf, heard = Heard(), Heard()
+    deaf.work.tell = lambda news: 1 / 0
+    thread.submit([deaf.work, heard.work])
+    assert heard.wait()[0].reason == STOPPED
 
 
 def test_closing_ends_what_is_under_way_and_refuses_what_comes(thread_of):

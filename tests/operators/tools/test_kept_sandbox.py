@@ -17,7 +17,7 @@ from rigs.machine import wait_until
 from dataflow.errors import WorldFailed
 from operators.chat.tool_calls import TextCalls
 from operators.sandbox import fault
-from operators.sandbox.session import CommandRefused
+from operators.sandbox.session import CommandRefused, KeptLimits, KeptSandbox
 from operators.tools import Sandbox
 from operators.tools.sandbox_tools import SandboxSession
 from operators.tools.toolbox import tool_faults
@@ -26,6 +26,8 @@ pytestmark = [
     pytest.mark.skipif(fault() is not None, reason=str(fault())),
     pytest.mark.timeout(120),
 ]
+
+
 DEADLINE_S = 30.0
 
 
@@ -103,6 +105,17 @@ def test_a_shell_keeps_its_folder_and_its_environment_and_shares_files_with_pyth
     assert "exited with status" in found[6]
 
 
+def test_a_sandbox_that_was_ended_from_outside_is_lost() -> None:
+    """So that one which was started ahead is lent to no rollout."""
+
+    async def work(session: SandboxSession) -> None:
+        assert session._sandbox is not None and not session.is_lost
+        os.kill(session._sandbox.pid, signal.SIGKILL)
+        wait_until(lambda: session.is_lost, DEADLINE_S)
+
+    sandboxed(work)
+
+
 def test_files_go_in_and_out() -> None:
     async def work(session: SandboxSession) -> None:
         await session.write("in/data.csv", b"a,b\n1,2\n")
@@ -178,6 +191,12 @@ def test_too_much_memory_ends_the_sandbox_and_the_model_is_told() -> None:
     assert found[1] == "1"
 
 
+def test_memory_that_forks_have_in_common_counts_once() -> None:
+    fork = "import os, time\nx = bytearray(50 << 20)\nfor _ in range(8):\n    if not os.fork():\n"
+    fork += "        time.sleep(60)\n        os._exit(0)\ntime.sleep(1)"
+    assert told(("python", fork), memory_mb=256) == ["[no output]"]
+
+
 def test_too_many_files_end_the_sandbox_and_the_model_is_told() -> None:
     found = told(
         ("python", "for n in range(2000): open(f'f{n}', 'w').close()"), ("shell", "ls | wc -l")
@@ -251,6 +270,16 @@ def test_there_is_no_network_and_nobody_elses_file(tmp_path: Path) -> None:
     assert found[5].splitlines()[-1] != "0"
 
 
+def test_folders_that_are_given_can_be_read_and_not_written(tmp_path: Path) -> None:
+    (tmp_path / "data").write_text("here")
+    found = told(
+        ("shell", f"cat {tmp_path}/data"),
+        ("shell", f"echo x > {tmp_path}/data"),
+        folders=(str(tmp_path),),
+    )
+    assert found[0] == "here" and "Read-only file system" in found[1]
+
+
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
 def test_a_sandbox_that_is_killed_or_stopped_is_the_worlds_failure(
     number: int, monkeypatch: pytest.MonkeyPatch
@@ -321,3 +350,15 @@ def test_sandboxes_that_cannot_be_are_refused(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setenv("DATAFLOW_BWRAP", "/none")
     (found,) = tool_faults([Sandbox()], calls, is_chat=False)
     assert "needs bubblewrap" in found and "install bubblewrap" in found
+
+
+def test_a_sandbox_waits_for_its_first_command_with_its_own_limits() -> None:
+    async def run() -> None:
+        sandbox = KeptSandbox(KeptLimits())
+        try:
+            await sandbox.ready()
+            assert (await sandbox.python("1 + 1", timeout_s=20.0, most_bytes=9)).output == "2\n"
+        finally:
+            sandbox.kill()
+
+    asyncio.run(run())

@@ -23,13 +23,23 @@ from dataflow.system.child import fork
 from operators.chat.tool_calls import TextCalls
 from operators.tools import McpServer
 from operators.tools.mcp_server import McpSession
-from operators.tools.toolbox import tool_faults
+from operators.tools.toolbox import RolloutTools, Toolbox, tool_faults
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
+
+
 RIG = str(Path(__file__).with_name("mcp_rig.py"))
+
+
 COMMAND = (sys.executable, RIG)
+
+
 FOUND = {"PYTHONPATH": os.environ.get("PYTHONPATH", "")}
+
+
 """Where the server finds its packages."""
+
+
 DEADLINE_S = 30.0
 
 
@@ -161,6 +171,25 @@ def test_what_a_server_started_ends_with_its_session_and_with_the_process_that_h
     os.kill(child.pid, signal.SIGKILL)
     child.wait(DEADLINE_S)
     wait_until(lambda: not alive(each.pid for each in below), DEADLINE_S, "the end of what it had")
+
+
+def test_sessions_are_a_credit_and_may_serve_one_rollout_after_the_other() -> None:
+    server = McpServer(command=COMMAND, environment=FOUND, only=("count",), at_once=1, uses=None)
+
+    box = Toolbox(
+        [server], calls=TextCalls(begin="[", end="]"), form=None, timeout_s=20.0, characters=100
+    )
+
+    async def run() -> list[str]:
+        found = []
+        for _ in range(3):
+            tools = RolloutTools(box)
+            found += await tools.results(tools.read("[count()]").message["tool_calls"])
+            await tools.close()
+        await box.close()
+        return found
+
+    assert asyncio.run(run()) == ["1", "2", "3"]
 
 
 def test_servers_that_cannot_be_are_refused() -> None:

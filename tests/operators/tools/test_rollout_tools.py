@@ -10,9 +10,10 @@ from typing import Any
 
 import pytest
 
-from dataflow.errors import WorldFailed
+from dataflow.errors import OperatorError, WorldFailed
 from operators.chat.chat_format import Message
 from operators.chat.tool_calls import TextCalls
+from operators.episodes.chat import Chats, Reply
 from operators.tools.toolbox import RolloutTools, TookTooLong, Toolbox, tool_faults
 
 
@@ -136,6 +137,10 @@ def played(made: Toolbox, *texts: str) -> list[str]:
         return results
 
     return asyncio.run(play())
+
+
+def test_a_call_is_made_with_the_functions_own_arguments() -> None:
+    assert played(box(add, fetch), "[add(2, 3)] [fetch('it')]") == ["5", '{"what": "it"}']
 
 
 @pytest.mark.parametrize(
@@ -341,9 +346,63 @@ def test_a_shared_session_that_could_not_be_had_gives_way_to_one_that_can_and_no
     assert kit.opened == kit.closed == 1
 
 
+def test_a_call_that_took_too_long_for_its_session_is_told() -> None:
+    assert played(box(Kit(), timeout_s=0.2), "[poke('late')]") == [
+        "error: 'poke' took more than 0.2 s"
+    ]
+
+
 def test_a_session_that_cannot_be_had_is_the_worlds_failure() -> None:
     with pytest.raises(WorldFailed, match="no session to be had"):
         played(box(Kit(dies=True)), "[poke('a')]")
+
+
+# The chat
+
+
+class Policy:
+    """Says what it is to say."""
+
+    def __init__(self, *texts: str) -> None:
+        self.texts, self.asked = list(texts), list[bytes]()
+
+    async def __call__(self, body: bytes) -> bytes:
+        import json
+
+        self.asked.append(body)
+        return json.dumps(self.texts.pop(0) if self.texts else None).encode()
+
+    def rest(self) -> Any:
+        import contextlib
+
+        return contextlib.nullcontext()
+
+
+def test_tools_are_used_until_the_policy_calls_none() -> None:
+    import json
+
+    async def play() -> tuple[Reply, list[list[str]]]:
+        policy = Policy("[add(1, 2)]", "[add(1]", "3", "more")
+        chat = Chats(policy, tools=RolloutTools(box(add))).begin()
+        reply = await chat.use_tools()
+        return reply, [json.loads(body)[0] for body in policy.asked]
+
+    reply, heard = asyncio.run(play())
+    assert reply == "3" and reply.tool_calls == () and reply.content == "3"
+    assert heard[0] == [] and heard[1] == ["<3>"]
+    assert len(heard[2]) == 1 and heard[2][0].startswith("<error: a call cannot be read")
+
+
+def test_a_chat_without_tools_says_so() -> None:
+    chat = Chats(Policy("[add(1, 2)]")).begin()
+
+    async def play() -> None:
+        reply = await chat.say()
+        assert reply == "[add(1, 2)]" and reply.tool_calls == ()
+        await chat.call(reply)
+
+    with pytest.raises(OperatorError, match="the episode has no tools"):
+        asyncio.run(play())
 
 
 # The chat

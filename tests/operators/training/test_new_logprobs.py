@@ -16,6 +16,7 @@ from trainer_rig import (
 )
 
 from operators.training.learner.learner import Learner
+from operators.training.retrain import other_logprobs
 from operators.training.steps import NewLogprobs
 
 
@@ -49,6 +50,22 @@ def test_each_trained_token_has_the_log_probability_that_it_had_before_the_updat
         ] * (len(values) - len(expected))
         chosen = [value for value, chosen in zip(values, row["mask"], strict=True) if chosen]
         assert chosen == pytest.approx(expected, abs=1e-5)
+
+
+def test_nothing_of_a_step_s_micro_batches_stays_on_the_device_once_it_has_ended() -> None:
+    learner = tiny_learner(tiny_trainer(micro_batch_tokens=40, skip_zero_advantage=False))
+    rows = rows_of(*(group(number, size=4) for number in range(5)))
+    before = {name for name, value in vars(learner).items() if isinstance(value, list) and value}
+    parts = learner.begin(rows, 0)
+    for part in parts:
+        learner.micro(part)
+    during = {
+        name for name, value in vars(learner).items() if isinstance(value, list) and value
+    } - before
+    assert len(parts) > 1 and during
+    learner.end(0.1)
+    assert not [name for name in during if getattr(learner, name)]
+    assert np.isfinite(learner.new_logprobs()[1]).any()
 
 
 def test_what_did_not_go_through_the_model_has_none() -> None:
@@ -91,3 +108,15 @@ def test_a_trainer_that_does_not_keep_them_writes_rows_as_they_came(tmp_path: Pa
     world.push(group(0), group(1))
     world.run()
     assert world.folder.files[1].equals(pa.Table.from_batches([group(0), group(1)]))
+
+
+def test_tokens_that_come_out_otherwise_are_counted() -> None:
+    groups = [group(number, size=3, advantages=[1.0, -1.0, 0.5]) for number in range(2)]
+    found = trained(tiny_learner(tiny_trainer()), *groups)
+    kept = found.beside(groups)
+    assert other_logprobs(found, kept) == 0
+    again = trained(tiny_learner(tiny_trainer(), tiny_llama(seed=1)), *groups)
+    assert other_logprobs(again, kept) == sum(
+        sum(row["mask"]) for records in groups for row in records.to_pylist()
+    )
+    assert other_logprobs(found, groups) is None and other_logprobs(None, kept) is None

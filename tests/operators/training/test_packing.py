@@ -3,6 +3,7 @@ limits.
 """
 
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from rigs.examples import examples
@@ -67,6 +68,13 @@ def test_every_prefix_is_computed_exactly_once(rows):
     assert packed.nodes == len(needed)
 
 
+def test_rollouts_without_a_chosen_token_cost_nothing():
+    packed = pack(np.arange(6), np.zeros(6, bool), np.array([0, 3, 6]))
+    assert packed.nodes == 0
+    assert packed.buckets == ()
+    assert len(packed.targets_T) == 0
+
+
 def test_a_group_of_equal_rollouts_costs_as_much_as_one():
     row = np.arange(5, dtype=np.int32)
     one = pack(row, row > 1, np.array([0, 5]))
@@ -74,6 +82,14 @@ def test_a_group_of_equal_rollouts_costs_as_much_as_one():
     assert eight.nodes == one.nodes == 4
     assert [bucket.shape for bucket in eight.buckets] == [(1, 4)]
     assert len(eight.targets_T) == 8 * len(one.targets_T)
+
+
+def test_long_rows_do_not_share_a_bucket_with_short_ones():
+    lengths = [10, 12, 30, 200, 210, 900]
+    offsets = np.r_[0, np.cumsum(lengths)]
+    tokens = np.random.default_rng(0).integers(0, 1000, offsets[-1])
+    packed = pack(tokens, np.ones(offsets[-1], bool), offsets)
+    assert [bucket.shape for bucket in packed.buckets] == [(3, 29), (2, 209), (1, 899)]
 
 
 @given(
@@ -97,3 +113,18 @@ def test_micro_batches_hold_every_rollout_once_and_stay_below_the_limit(groups, 
         tokens = np.concatenate(rows)[positions]
         nodes = pack(tokens, np.ones(len(tokens), bool), ends).nodes
         assert nodes <= limit or len(batch) == 1
+
+
+def test_groups_stay_whole_where_they_fit():
+    offsets = np.arange(0, 49, 4)
+    batches = split(np.arange(48), offsets, np.repeat(np.arange(4), 3), limit=24)
+    assert [batch.tolist() for batch in batches] == [[0, 1, 2, 3, 4, 5], [6, 7, 8, 9, 10, 11]]
+
+
+@pytest.mark.parametrize("rows", [[0], [2, 0], [1, 1]])
+def test_gathered_rows_are_the_rows(rows):
+    offsets = np.array([0, 2, 2, 5])
+    positions, ends = gather(offsets, np.array(rows))
+    wanted = [list(range(offsets[row], offsets[row + 1])) for row in rows]
+    assert positions.tolist() == [at for row in wanted for at in row]
+    assert ends.tolist() == [0, *np.cumsum([len(row) for row in wanted]).tolist()]

@@ -8,7 +8,7 @@ import pyarrow as pa
 import pytest
 from trainer_rig import group
 
-from operators.training.batches import no_signal, silent_scores
+from operators.training.batches import example, no_signal, silent_scores
 
 SCORES = {"reward": "match.py:10", "length": "mine.py:2"}
 
@@ -42,6 +42,13 @@ def test_a_scorer_is_silent_that_tells_nobody_from_his_siblings(
     assert list(silent_scores(groups, SCORES)) == silent
     said = no_signal(groups, SCORES)
     assert (said or {"scorers": []})["scorers"] == [f"'{name}' ({SCORES[name]})" for name in silent]
+
+
+def test_an_example_shows_what_was_given_for_what() -> None:
+    assert (
+        example(rows(0, [0.5, 0.5], [1, 1]), SCORES)
+        == "reward 0.5, length 1.0 for the completion '!' of '?'"
+    )
 
 
 def test_values_that_are_lists_or_maps_are_compared_too() -> None:

@@ -76,6 +76,15 @@ def test_the_order_of_arrival_changes_no_bit_of_the_weights(tmp_path):
     assert all(torch.equal(ends[0][name], ends[1][name]) for name in ends[0])
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="with a GPU its seeds are set at once")
+def test_the_seed_of_a_step_leaves_nothing_for_a_gpu_that_is_not_there(tmp_path):
+    before = len(torch.cuda._queued_calls)
+    world = rig(tmp_path)
+    world.push(*map(group, range(4)))
+    world.run()
+    assert len(world.ledger.steps) == 2 and len(torch.cuda._queued_calls) == before
+
+
 def test_a_group_that_comes_twice_is_trained_once(tmp_path):
     world = rig(tmp_path)
     world.push(group(0), group(1))
@@ -117,6 +126,13 @@ def test_stale_groups_are_dropped_by_the_trainer(tmp_path):
     assert [line["staleness_max"] for line in world.folder.metrics] == [0, 1, 1]
 
 
+def test_without_a_feedback_edge_nothing_is_stale(tmp_path):
+    world = rig(tmp_path, max_staleness=None)
+    world.push(*[group(number, version=0) for number in range(6)])
+    world.run()
+    assert list(world.ledger.steps) == [1, 2, 3]
+
+
 def test_the_run_ends_with_the_last_error_when_every_group_fails(tmp_path):
     world = rig(tmp_path)
     with pytest.raises(
@@ -142,6 +158,19 @@ def test_a_run_whose_rollouts_all_fail_alike_ends_after_as_many_as_a_user_waits_
             world.push(group(number, size=size, error=f"judge: hung: no answer of {number}"))
             world.run()
     assert number + 1 == groups
+
+
+@pytest.mark.parametrize("other", [None, "judge: raised: KeyError: 'a'", "the data are bad"])
+def test_failures_of_several_causes_and_rollouts_between_them_are_waited_for_longer(
+    other, tmp_path
+):
+    world = rig(tmp_path, tiny_trainer(prompts_per_step=64))
+    for number in range(48):
+        world.push(
+            group(number, size=8, error=other if number % 16 == 10 else "judge: hung: no answer")
+        )
+        world.run()
+    assert world.runtime.status()["dropped"] == 48 - 3 * (other is None)
 
 
 def test_prompts_that_are_too_long_are_no_world_that_is_dead(tmp_path):
@@ -188,6 +217,19 @@ def test_the_published_weights_are_those_that_were_trained(tmp_path):
     assert set(world.plane.published[1]) == set(after)
     assert all(torch.equal(world.plane.published[1][name], after[name]) for name in after)
     assert any(not torch.equal(before[name], after[name]) for name in after)
+
+
+def test_one_call_of_work_does_one_micro_batch(tmp_path):
+    world = rig(tmp_path, tiny_trainer(micro_batch_tokens=1, skip_zero_advantage=False))
+    world.push(group(0, size=3), group(1, size=3))
+    for _ in range(6):
+        assert world.runtime.work() == []
+        assert world.folder.metrics == []
+        assert world.runtime.pending() == 6
+    assert world.runtime.work() == []
+    assert len(world.folder.metrics) == 1
+    assert world.runtime.work() is None
+    assert world.runtime.pending() == 0
 
 
 def test_a_step_writes_every_figure_of_the_design(tmp_path):
@@ -285,6 +327,17 @@ def test_five_steps_in_a_row_that_are_not_finite_end_the_run_and_name_the_rollou
             world.push(group(number, advantages=[float("inf"), 0.0, 0.0]), group(number + 1))
             world.run()
     assert world.folder.metrics == []
+
+
+@pytest.mark.parametrize("factor", ["inf", "nan"])
+def test_a_gradient_that_is_not_finite_names_its_parameter(tmp_path, factor):
+    world = rig(tmp_path)
+    weight = dict(world.runtime._learner.forward.module.named_parameters())["model.norm.weight"]
+    weight.register_hook(lambda grad: grad * float(factor))
+    with pytest.raises(OperatorError, match=r"found the gradient of 'model.norm.weight'"):
+        for number in range(0, 20, 2):
+            world.push(group(number), group(number + 1))
+            world.run()
 
 
 def test_training_makes_the_better_rollouts_likelier(tmp_path):

@@ -19,6 +19,7 @@ from lives_rig import GROUPS, Life, declared, policy_folder, run_folder, same
 from ranks_rig import in_a_fork
 from trainer_rig import COLUMNS, group
 
+from dataflow.errors import GraphError, OperatorError
 from dataflow.folder.finished import Finished, SealedWriter
 from dataflow.folder.ledger import Ledger, LedgerError
 from dataflow.folder.run_folder import RunFolder
@@ -29,6 +30,7 @@ from dataflow.system.files import RunFolderError
 from operators.losses import aipo, value_loss
 from operators.trainer import Trainer
 from operators.training.checkpoints import checkpoint
+from operators.training.checkpoints.checkpoint import missing_lines
 from operators.training.learner.build import state_tensors
 from operators.training.learner.learner import Learner
 from operators.training.learner.together import local
@@ -54,7 +56,11 @@ def with_values(number: int) -> pa.RecordBatch:
 
 
 SLOW = pytest.mark.slow
+
+
 VALUED = {**COLUMNS, "values": pa.list_(pa.float32())}
+
+
 KINDS: dict[str, tuple[dict[str, Any], Any, Callable[[int], pa.RecordBatch]]] = {
     "aipo": ({"loss": partial(aipo, rho=2.0), "checkpoint_every": 2}, COLUMNS, group),
     "no checkpoint": ({"warmup_steps": 3}, COLUMNS, group),
@@ -127,6 +133,15 @@ def test_it_catches_up_a_slice_at_a_time_says_how_far_it_is_and_takes_no_group_b
     again.end()
 
 
+def test_while_it_catches_up_it_tells_the_step_that_it_comes_to(policy, tmp_path):
+    """So that the run never seems to go back."""
+    folder = run_folder(tmp_path)
+    Life(folder, declared(policy)).run(range(8)).end()
+    again = Life(folder, declared(policy))
+    assert {(status["step"], status["version"]) for status in again.work()} == {(4, 4)}
+    again.end()
+
+
 def test_drained_on_its_way_it_keeps_a_checkpoint_of_where_it_is(policy, tmp_path):
     folder = run_folder(tmp_path)
     Life(folder, declared(policy)).run(range(8)).end()
@@ -152,6 +167,31 @@ def test_the_last_step_of_a_run_whose_checkpoint_was_lost_is_kept_after_catching
     assert again.runtime.status()["done"] == 1 and list(again.plane.published) == [3]
     assert folder.checkpoints.latest() == 3
     again.end()
+
+
+def test_a_schedule_that_was_changed_does_not_change_the_steps_that_were_made(policy, tmp_path):
+    folder = run_folder(tmp_path)
+    first = Life(folder, declared(policy, schedule="linear", decay_steps=6)).run(range(8))
+    first.end()
+    again = Life(folder, declared(policy, schedule="linear", decay_steps=20)).run()
+    assert same(first.state(), again.state())
+    again.end()
+
+
+def test_a_schedule_keeps_its_end_whatever_steps_a_run_is_given_later(policy, tmp_path):
+    folder = run_folder(tmp_path)
+    Life(folder, declared(policy, schedule="cosine"), steps=6).run(range(8)).end()
+    for knobs, steps, ends in (
+        ({}, 5, 6),
+        ({}, 6, 6),
+        ({"min_lr": 1e-3}, 20, 6),
+        ({"decay_steps": 20}, 20, 20),
+    ):
+        again = Life(folder, declared(policy, schedule="cosine", **knobs), steps=steps)
+        assert again.runtime._making.decay_steps == ends
+        again.end()
+    with pytest.raises(GraphError, match=r"began as one of 6 steps .* to make 20; ask for 6 steps"):
+        Life(folder, declared(policy, schedule="cosine"), steps=20)
 
 
 # What is lost
@@ -185,6 +225,19 @@ def test_a_rollouts_file_that_is_lost_takes_the_ledger_back_and_its_groups_are_t
     assert same(again.state(), had)
     again.end()
     assert verify(folder.path).clean, verify(folder.path)
+
+
+def test_a_rollouts_file_that_is_lost_takes_nothing_back_in_a_run_that_goes_on_meanwhile(
+    policy, tmp_path
+):
+    folder = run_folder(tmp_path)
+    first = Life(folder, declared(policy)).run(range(4))
+    first.end()
+    os.truncate(folder.rollouts_of().step_file(2), 500)
+    with pytest.raises(OperatorError, match=r"cannot make step 2 again .* stop it and resume it"):
+        Life(folder, declared(policy), attempt=1)
+    with Ledger.open(folder.ledger) as ledger:
+        assert ledger.last_step("trainer") == 2
 
 
 def younger(number: int, version: int) -> pa.RecordBatch:
@@ -242,6 +295,40 @@ def test_checkpoints_of_steps_that_were_taken_back_are_never_taken_for_those_of_
     again.end()
 
 
+def test_lines_of_metrics_that_a_crash_lost_are_written_again(policy, tmp_path):
+    folder = run_folder(tmp_path)
+    Life(folder, declared(policy)).run(range(6)).end()
+    lines = folder.metrics.read_bytes().splitlines(keepends=True)
+    folder.metrics.write_bytes(lines[0] + lines[2][:40])
+    Life(folder, declared(policy)).end()
+    found = folder.read_metrics()
+    assert [line["step"] for line in found] == [1, 2, 3]
+    assert [line["loss"] for line in found] == [json.loads(line)["loss"] for line in lines]
+    Life(folder, declared(policy)).end()
+    assert len(folder.read_metrics()) == 3
+    assert verify(folder.path).clean
+
+
+def test_a_line_of_a_step_that_was_taken_back_is_not_that_of_the_step(policy, tmp_path):
+    folder = run_folder(tmp_path)
+    first = Life(folder, declared(policy)).run(range(4))
+    first.end()
+    with Ledger.open(folder.ledger) as ledger:
+        made = ledger.steps("trainer")
+    lines = folder.read_metrics()
+    assert missing_lines(made, lines) == []
+    lines[1]["loss"] += 1.0
+    assert missing_lines(made, lines) == [dict(made[1].metrics)]
+
+
+def test_seconds_since_the_start_never_go_back(policy, tmp_path):
+    folder = run_folder(tmp_path)
+    Life(folder, declared(policy)).run(range(6)).end()
+    Life(folder, declared(policy)).run(range(6, 10)).end()
+    seconds = [line["seconds"] for line in folder.read_metrics()]
+    assert seconds == sorted(seconds) and len(seconds) == 5
+
+
 def test_what_the_ledger_refuses_was_never_published(policy, tmp_path, monkeypatch):
     folder = run_folder(tmp_path)
     first = Life(folder, declared(policy))
@@ -285,6 +372,38 @@ def test_a_step_that_needs_more_drops_than_its_edge_holds_is_made(policy, tmp_pa
     assert line["dropped"] == {"dull": 14} and life.runtime.status()["dropped"] == 14
     life.end()
     assert verify(folder.path).clean, verify(folder.path)
+
+
+def test_drops_that_were_recorded_before_a_crash_are_told_with_the_step_that_comes(
+    policy, tmp_path
+):
+    folder = run_folder(tmp_path)
+    first = Life(folder, declared(policy))
+    first.push(*map(filtered, range(5)))
+    first.run().end()
+    assert first.acks == [0, 1, 2, 3]
+    assert verify(folder.path).clean, verify(folder.path)
+    again = Life(folder, declared(policy))
+    assert again.runtime.status()["dropped"] == 4
+    again.push(*map(filtered, range(5)), group(5), group(6))
+    again.run().end()
+    (line,) = folder.read_metrics()
+    assert line["dropped"] == {"dull": 5}
+    assert verify(folder.path).clean, verify(folder.path)
+
+
+def test_drops_of_the_step_under_way_are_taken_back_with_it(policy, tmp_path):
+    folder = run_folder(tmp_path)
+    first = Life(folder, declared(policy)).run(range(2))
+    first.push(*map(filtered, range(2, 6)))
+    first.run().end()
+    with Ledger.open(folder.ledger) as ledger:
+        assert ledger.drops_at("trainer", 2) == dict.fromkeys(range(2, 6), "dull")
+        ledger.roll_back_to(0, "trainer")
+        assert ledger.counts("trainer").dropped == {}
+    again = Life(folder, declared(policy)).run(range(8))
+    assert again.runtime.status()["step"] == 4
+    again.end()
 
 
 # Checkpoints that the disk refuses

@@ -18,9 +18,10 @@ from trainer_rig import (
 )
 
 from operators.losses import aipo, gspo, truncated_is
-from operators.training.batches import staleness_figures
+from operators.training.batches import by_staleness, staleness_figures
 from operators.training.learner.diagnostics import Diagnostics, ratio_bounds, sums_of
 from operators.training.learner.loss_function import read_loss
+from operators.training.learner.rows import whitened
 
 
 def tokens(count: int, seed: int) -> list[torch.Tensor]:
@@ -84,6 +85,15 @@ def test_a_critics_figures_are_those_of_its_values_and_targets() -> None:
     assert found["explained_variance"] == pytest.approx(1 - np.var(t - v) / np.var(t), rel=1e-4)
 
 
+def test_without_tokens_and_without_tokens_of_these_weights_nothing_is_claimed() -> None:
+    names = sums_of(("new_logprobs",), ("logprobs",))
+    assert measured(Diagnostics(None, 0, names)) == {}
+    other = Diagnostics(None, 5, names)
+    new, old, _, _ = tokens(4, 2)
+    other.policy(new, old, torch.zeros(4))
+    assert (measured(other)["mismatch"], measured(other)["truncated_share"]) == (None, None)
+
+
 def test_the_share_beyond_the_bounds_is_of_the_ratio_that_the_loss_bounds_or_left_out() -> None:
     def bounds(loss):
         read = read_loss(loss, "trainer")
@@ -91,6 +101,17 @@ def test_the_share_beyond_the_bounds_is_of_the_ratio_that_the_loss_bounds_or_lef
 
     assert bounds(functools.partial(aipo, rho=3.0)) == (0.0, 3.0)
     assert (bounds(gspo), bounds(truncated_is)) == (None, None)
+
+
+def test_rollouts_are_counted_by_the_age_of_their_oldest_token() -> None:
+    rows = rows_of(
+        group(0, version=3, advantages=[1.0, -1.0, 0.5]),
+        group(1, version=5, advantages=[0.25, 0.25, -0.5]),
+    )
+    found = by_staleness(5, rows)
+    assert {age: each["rollouts"] for age, each in found.items()} == {"0": 3, "2": 3}
+    assert found["2"]["advantage_mean"] == pytest.approx(0.5 / 3)
+    assert found["2"]["advantage_size"] == pytest.approx(2.5 / 3)
 
 
 def test_both_parts_of_staleness_are_those_of_each_rollout_and_their_means_add_up() -> None:
@@ -143,6 +164,13 @@ def test_tokens_after_an_update_are_those_of_newer_weights_than_the_first_of_the
     )
     first, second = [False, False, False, True, True], [False] * 6
     assert rows.after_update_S.tolist() == [*first * 2, *second * 2, *[False] * 4, False, False]
+
+
+def test_whitened_advantages_have_mean_0_and_deviation_1_over_the_trained_tokens() -> None:
+    rows = whitened(rows_of(*[group(number, size=4) for number in range(5)]))
+    tokens_T = np.repeat(rows.columns_R["advantage"], rows.trained_R)
+    assert tokens_T.mean() == pytest.approx(0.0, abs=1e-9)
+    assert tokens_T.std() == pytest.approx(1.0, rel=1e-6)
 
 
 def test_a_trainer_that_whitens_has_the_gradient_of_whitened_advantages() -> None:

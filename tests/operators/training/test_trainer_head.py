@@ -5,7 +5,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from trainer_rig import group, rows_of, tiny_learner, tiny_trainer
+from trainer_rig import VOCABULARY, group, rows_of, tiny_learner, tiny_llama, tiny_trainer
 from transformers import (
     CohereConfig,
     CohereForCausalLM,
@@ -23,11 +23,20 @@ from transformers import (
 
 from dataflow.tokens.rollout_tokens import SamplingMask
 from operators.training.learner import head, policy
-from operators.training.learner.head import Shape, Wanted, logprobs_of_hidden, logprobs_of_logits
+from operators.training.learner import policy as sliced_head
+from operators.training.learner.head import (
+    Shape,
+    Wanted,
+    logprobs_of_hidden,
+    logprobs_of_logits,
+    slice_width,
+)
 from operators.training.learner.policy import Policy
 from operators.training.learner.rows import TokenTree, pack
 
 ROWS, IDS, WIDTH = 7, 53, 5
+
+
 SMALL = {
     "vocab_size": 67,
     "hidden_size": 32,
@@ -41,6 +50,8 @@ SMALL = {
     "eos_token_id": 1,
     "pad_token_id": 0,
 }
+
+
 MODELS = {
     "llama_tied": lambda: LlamaForCausalLM(LlamaConfig(**SMALL, tie_word_embeddings=True)),
     "qwen2": lambda: Qwen2ForCausalLM(Qwen2Config(**SMALL)),
@@ -77,6 +88,8 @@ MODELS = {
     "cohere": lambda: CohereForCausalLM(CohereConfig(**SMALL, logit_scale=0.1)),
     "granite": lambda: GraniteForCausalLM(GraniteConfig(**SMALL, logits_scaling=3.0)),
 }
+
+
 """Last layers that are tied, that are not, with logits that are capped, multiplied and divided."""
 
 
@@ -208,12 +221,34 @@ def test_only_gradients_that_are_needed_are_computed(wants_entropy):
         assert all(tensor.grad is None for at, tensor in enumerate(given) if at != index)
 
 
+def test_without_tokens_there_is_nothing_and_the_weights_gradient_is_zero():
+    hidden, weight = (
+        torch.zeros(0, WIDTH, requires_grad=True),
+        torch.ones(IDS, WIDTH, requires_grad=True),
+    )
+    none = torch.zeros(0, dtype=torch.long)
+    found, entropy = logprobs_of_hidden(
+        hidden, weight, None, Wanted(none, none), Shape(), entropy=True
+    )
+    assert found.shape == entropy.shape == (0,)
+    (found.sum() + entropy.sum()).backward()
+    assert not weight.grad.any()
+
+
 @pytest.mark.parametrize("wrong", [-1, IDS])
 def test_an_id_outside_of_the_vocabulary_is_refused(wrong):
     (hidden, weight), _ = _made(torch.float32)
     wanted = Wanted(torch.tensor([0, 1]), torch.tensor([3, wrong]))
     with pytest.raises(IndexError, match=f"not all within a vocabulary of {IDS}"):
         logprobs_of_hidden(hidden, weight, None, wanted, Shape(), entropy=False)
+
+
+@pytest.mark.parametrize("rows", [1, 1000, 10**6])
+def test_a_slice_is_as_wide_as_its_share_of_memory_and_never_narrow(rows):
+    for gpu, most in ((False, head.CPU_SLICE), (True, head.GPU_SLICE)):
+        found = slice_width(rows, gpu)
+        assert found >= head.LEAST_IDS
+        assert found == head.LEAST_IDS or found * rows <= most
 
 
 class _Largest(torch.utils._python_dispatch.TorchDispatchMode):
@@ -323,6 +358,18 @@ def test_a_loss_sees_the_same_step_sliced_and_with_all_logits(monkeypatch):
     assert outcomes[0].grad_norm == pytest.approx(outcomes[1].grad_norm, rel=1e-5)
 
 
+def test_large_micro_batches_never_ask_the_model_for_its_logits(monkeypatch):
+    monkeypatch.setattr(policy, "MOST_LOGITS", 0)
+    module, sizes = tiny_llama(), []
+    module.register_forward_hook(lambda _, __, out: sizes.append(out.logits.shape[-1]))
+    made = Policy(module)
+    tree, _ = _tree(ids=VOCABULARY)
+    sizes.clear()
+    made.logprobs(tree)
+    made.logprobs(tree, entropy=True)
+    assert sizes == [1, 2]
+
+
 def _paths(tree: TokenTree) -> list[list[int]]:
     """Tokens before each trained one."""
     flat = np.concatenate([bucket.ravel() for bucket in tree.buckets])
@@ -377,3 +424,17 @@ def test_a_model_that_does_more_to_its_logits_keeps_them_and_stays_right(make, m
         assert not made.slices
         found, _ = made.logprobs(tree)
         torch.testing.assert_close(found, torch.stack(wanted), rtol=1e-4, atol=1e-4)
+
+
+def test_a_call_that_fails_leaves_the_model_as_it_was(monkeypatch):
+    monkeypatch.setattr(policy, "MOST_LOGITS", 0)
+    module = tiny_llama()
+    made = Policy(module)
+
+    def fail(*_, **__):
+        raise MemoryError
+
+    monkeypatch.setattr(sliced_head, "logprobs_of_hidden", fail)
+    with pytest.raises(MemoryError):
+        made.logprobs(_tree(ids=VOCABULARY)[0])
+    assert "forward" not in vars(module.get_output_embeddings())

@@ -23,6 +23,8 @@ from transformers import GPT2Config, GPT2LMHeadModel
 from dataflow.errors import OperatorError, RecordError
 from operators.losses import aipo, grpo
 from operators.trainer import learning_rate
+from operators.training.learner.learner import vanishes_without_advantage
+from operators.training.learner.loss_function import read_loss
 from operators.training.learner.policy import Policy
 from operators.training.learner.rows import pack, step_rows, usable
 
@@ -134,6 +136,25 @@ def test_a_step_without_any_signal_moves_the_weights_as_a_zero_gradient_does():
             torch.cat([weight.detach().flatten() for weight in learner.parameters.values()])
         )
     assert torch.allclose(weights[0], weights[1], atol=1e-6)
+
+
+def test_rollouts_are_left_out_only_where_the_loss_vanishes_on_them():
+    def bonus(new_logprobs, logprobs, advantage):
+        return aipo(new_logprobs, logprobs, advantage) + 0.01 * (new_logprobs - logprobs) ** 2
+
+    def whitened(new_logprobs, logprobs, advantage):
+        return -(advantage / (advantage.std() + 1e-6)) * new_logprobs
+
+    def supervised(new_logprobs):
+        return -new_logprobs
+
+    def refuses(new_logprobs, advantage, table):
+        raise ValueError("not on random numbers")
+
+    assert vanishes_without_advantage(read_loss(aipo, "t"))
+    assert vanishes_without_advantage(read_loss(grpo, "t"))
+    for loss in (bonus, whitened, supervised, refuses):
+        assert not vanishes_without_advantage(read_loss(loss, "t"))
 
 
 def test_the_same_rows_give_the_same_bits_twice():
@@ -249,6 +270,24 @@ def test_the_learning_rate_rises_over_the_warm_up_and_then_stays():
         1.0,
     ]
     assert learning_rate(1, 1.0, warmup_steps=0) == 1.0
+
+
+def test_the_learning_rate_falls_to_its_end_and_stays_there():
+    def rates(schedule):
+        steps = (1, 2, 4, 6, 10, 50)
+        return [
+            round(
+                learning_rate(
+                    s, 1.0, warmup_steps=2, schedule=schedule, decay_steps=10, min_lr=0.2
+                ),
+                6,
+            )
+            for s in steps
+        ]
+
+    assert rates("linear") == [0.5, 1.0, 0.8, 0.6, 0.2, 0.2]
+    assert rates("cosine") == [0.5, 1.0, round(0.6 + 0.4 * 2**-0.5, 6), 0.6, 0.2, 0.2]
+    assert rates("constant") == [0.5, 1.0, 1.0, 1.0, 1.0, 1.0]
 
 
 def test_a_loss_of_another_shape_is_refused_with_its_file_and_line():

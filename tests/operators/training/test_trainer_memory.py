@@ -90,6 +90,13 @@ def make_adapted(folder: Path) -> Any:
     return learner_of(trainer, forward_of(trainer, load_adapted(trainer.model)), node="trainer")
 
 
+def test_a_model_without_layers_cannot_be_switched() -> None:
+    with pytest.raises(
+        ModelError, match=r"Linear has no layers .* leave gradient_checkpointing and compile out"
+    ):
+        prepare(torch.nn.Linear(2, 2), gradient_checkpointing=True, compile=False)
+
+
 # Compiled layers
 
 
@@ -188,6 +195,27 @@ def test_a_parked_learner_holds_nothing_and_the_moments_come_for_the_update_alon
     assert held(learner) == (weights, 0, 0)
     home.bring(moments=True)
     assert held(learner) == (weights, moments, 0)
+
+
+def test_what_shares_memory_with_parked_weights_has_their_values_again(tmp_path: Path) -> None:
+    learner = tiny_learner(tiny_trainer())
+    told = {name: weight.detach() for name, weight in learner.parameters.items()}
+    before = {name: weight.clone() for name, weight in told.items()}
+    home = OffloadedLearner(learner, tmp_path)
+    home.rest(weights=True)
+    home.rest(weights=True)
+    home.bring(moments=False)
+    assert all(torch.equal(told[name], before[name]) for name in told)
+    assert all(
+        told[name].data_ptr() == weight.data_ptr() for name, weight in learner.parameters.items()
+    )
+
+
+def test_without_a_folder_what_lies_in_main_memory_is_left_there() -> None:
+    learner = tiny_learner(tiny_trainer())
+    home = OffloadedLearner(learner)
+    steps(learner, home, 2)
+    assert home.nbytes == 0 and held(learner)[0] > 0
 
 
 @pytest.mark.gpu

@@ -21,7 +21,7 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-from dataflow.errors import RunError, WorkerDied
+from dataflow.errors import DeadlineError, RunError, WorkerDied
 from dataflow.model import Model
 from operators.losses import aipo, value_loss
 from operators.models.folders import ModelError
@@ -31,9 +31,15 @@ from operators.training.learner.build import forward_of, learner_of
 from operators.training.steps import NewLogprobs
 
 RTOL = 1e-5
+
+
 EPS = 1e-3
+
+
 """Of AdamW: with a small one, gradients that are rounding alone would move weights as far as all
 others."""
+
+
 SLOW = pytest.mark.slow
 
 
@@ -258,6 +264,24 @@ def test_activations_computed_again_and_norms_of_a_ranks_own_heads_change_nothin
     compare(trainer, ranks, steps(2), lambda: tiny_learner(trainer, qwen3()))
 
 
+def biased():
+    """Its biases beside matrices that are cut by columns lie whole on every rank."""
+    config = copy.deepcopy(tiny_llama().config)
+    config.attention_bias = config.mlp_bias = True
+    module = type(tiny_llama())(config).eval()
+    for name, weight in module.named_parameters():
+        if name.endswith("bias"):
+            torch.nn.init.normal_(weight, std=0.2)
+    return module
+
+
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=SLOW)])
+@in_a_fork
+def test_biases_that_every_rank_holds_whole_are_counted_once(ranks):
+    trainer = tiny_trainer(tensor_parallel=2, eps=EPS, max_grad_norm=0.1)
+    compare(trainer, ranks, steps(2), lambda: tiny_learner(trainer, biased()))
+
+
 def critic():
     """A number per token."""
     torch.manual_seed(0)
@@ -296,6 +320,14 @@ def test_ranks_compute_in_bfloat16_around_weights_in_float32():
         assert {weight.dtype for weight in learner.parameters.values()} == {torch.float32}
     np.testing.assert_allclose([found.loss, found.grad_norm], [one.loss, one.grad_norm], rtol=0.05)
     assert found.loss != one.loss
+
+
+@in_a_fork
+def test_ranks_without_rollouts_take_part_with_empty_micro_batches():
+    """One rollout for four ranks; then a step of which nothing has to be computed."""
+    one = rows_of(group(0, size=1, advantages=[1.0]))
+    none = rows_of(group(1, size=2, advantages=[0.0, 0.0]))
+    compare(tiny_trainer(eps=EPS), 4, [one, none, one])
 
 
 @in_a_fork
@@ -396,6 +428,20 @@ def test_a_killed_rank_is_named_and_the_learner_is_done():
 
 def _pid(learner, rank, ranks):
     return os.getpid()
+
+
+@pytest.mark.slow
+@in_a_fork
+def test_a_silent_rank_is_named_when_the_time_out_has_passed():
+    with led(tiny_trainer(), 3, timeout_s=3.0) as learner:
+        pid = learner.everywhere(_pid)[2]
+        os.kill(pid, signal.SIGSTOP)
+        with pytest.raises(
+            DeadlineError, match=rf"waited 3 s for rank 2 \(pid {pid}\) in .* of step 1"
+        ):
+            train(learner, steps(1))
+        with pytest.raises(ProcessLookupError):
+            os.kill(pid, 0)
 
 
 @in_a_fork

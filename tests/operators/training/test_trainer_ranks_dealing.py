@@ -2,19 +2,28 @@
 rows travel.
 """
 
+from dataclasses import replace
+
 import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from trainer_rig import group, rows_of
 
+from dataflow.tokens.rollout_tokens import RolloutTokens, SamplingMask
 from operators.training.learner.learner import Prepared
 from operators.training.learner.rows import pack
 from operators.training.parallel.lead import (
+    CODEC,
+    BeginStep,
+    CallFunction,
     DealtRollouts,
+    chosen,
     cost,
     deal,
     dealt,
     fill,
+    function_of,
+    in_order,
     pieces,
     spread,
     units,
@@ -23,6 +32,8 @@ from operators.training.parallel.lead import (
 GROUPS = st.lists(
     st.tuples(st.integers(0, 9), st.lists(st.integers(1, 30), min_size=1, max_size=6)), max_size=12
 )
+
+
 """By group: tokens of its common prompt, and of each completion."""
 
 
@@ -155,3 +166,52 @@ def test_a_share_has_the_rows_of_its_micro_batches_and_their_scales():
             assert share.rows.tokens.logprobs[mine].tolist() == rows.tokens.logprobs[its].tolist()
             assert share.rows.columns_R["advantage"][at] == rows.columns_R["advantage"][row]
     assert held == {row: float(row) for row in computed.tolist()}
+
+
+def test_rows_come_through_a_message_as_they_were():
+    rows = rows_of(group(0, size=3), group(1, size=2))
+    ids = np.arange(4, dtype=np.int32)
+    kept = SamplingMask(ids=ids, offsets=np.r_[0, 4, np.full(len(rows.tokens.ids) - 1, 4)])
+    for given_rows in (
+        rows,
+        chosen(rows, np.array([3, 1])),
+        chosen(replace(rows, tokens=replace(rows.tokens, sampling_mask=kept)), np.arange(5)),
+    ):
+        begin = BeginStep(3, given_rows, ids, (2, 3))
+        found = CODEC.decode(CODEC.encode(begin))
+        assert (
+            found.version == 3 and found.counts == (2, 3) and found.scale.tolist() == ids.tolist()
+        )
+        again = found.rows
+        for name, value in vars_of(given_rows).items():
+            same(value, getattr(again, name))
+        assert again.tokens.ids.flags.writeable
+
+
+def vars_of(rows):
+    return {name: getattr(rows, name) for name in type(rows).__dataclass_fields__}
+
+
+def same(one, other):
+    if isinstance(one, dict):
+        assert one.keys() == other.keys()
+        for name in one:
+            same(one[name], other[name])
+    elif isinstance(one, RolloutTokens | SamplingMask):
+        same(vars_of(one), vars_of(other))
+    elif one is None:
+        assert other is None
+    else:
+        assert one.dtype == other.dtype and one.tolist() == other.tolist()
+
+
+def test_micro_batches_in_order_are_neighbours_and_may_be_empty():
+    assert [part.tolist() for part in in_order([2, 0, 3])] == [[0, 1], [], [2, 3, 4]]
+    assert in_order([]) == []
+
+
+def test_arguments_come_through_a_message_paths_as_paths(tmp_path):
+    given_arguments = {"folder": tmp_path, "facts": {"step": 3, "node": "trainer"}}
+    call = CODEC.decode(CODEC.encode(CallFunction.of(chosen, given_arguments)))
+    assert call.arguments == given_arguments
+    assert function_of(call.function) is chosen

@@ -28,7 +28,7 @@ from dataflow.system.files import RunFolderError
 from dataflow.system.forking import fork
 from operators.trainer import Trainer
 from operators.training.checkpoints import checkpoint, shards
-from operators.training.checkpoints.checkpoint import Background
+from operators.training.checkpoints.checkpoint import Background, expected
 from operators.warm_start.train import character_tokenizer
 
 BOUND = Bound(max_staleness=100, prompts_per_step=2)
@@ -116,6 +116,18 @@ def test_a_trainer_goes_on_from_the_last_step_with_the_same_losses(policy, run, 
     assert plane.notes[-1] == {"dropped": 1, "version": 3}
 
 
+def test_a_trainer_beside_another_passes_over_what_it_has_trained_while_the_other_has_not(
+    policy, run
+):
+    """Groups that the critic lacks come again to both."""
+    ledger = run[1]
+    ledger.issue("prompts", [(12, "p12")])
+    ledger.commit_step("critic", 1, version=1, source="prompts", trained=[0])
+    _train(policy, run, range(4), steps=2)
+    assert expected(Context(node="trainer", ledger=ledger), "prompts") == (4, [], 4)
+    assert expected(Context(node="critic", ledger=ledger), "prompts") == (1, [], 1)
+
+
 def test_trainers_with_folders_of_their_own_go_on_from_their_own_checkpoints(policy, run):
     folder = run[0]
     _train(policy, run, range(4), steps=2, own_folder="trainer")
@@ -178,6 +190,50 @@ def test_training_goes_on_while_a_checkpoint_is_written_and_it_holds_its_own_ste
     loaded = load_file(tmp_path / "step-000002" / "model.safetensors")
     assert all(torch.equal(loaded[name], world.plane.published[2][name]) for name in loaded)
     assert any(not torch.equal(loaded[name], world.plane.published[3][name]) for name in loaded)
+
+
+def test_rollouts_then_ledger_are_on_the_disk_before_a_checkpoint_is_marked_and_noted(tmp_path):
+    world = rig(tmp_path, tiny_trainer(checkpoint_every=2), steps=5, max_staleness=100)
+    train(world, *range(10))
+    kept = [
+        event
+        for event in world.events
+        if event[0] in ("flush rollouts", "flush", "checkpoint", "recorded")
+    ]
+    assert kept == [
+        ("flush rollouts", 1, 2),
+        ("flush",),
+        ("checkpoint", 2),
+        ("recorded", 2),
+        ("flush rollouts", 3, 4),
+        ("flush",),
+        ("checkpoint", 4),
+        ("recorded", 4),
+        ("flush rollouts", 5),
+        ("flush",),
+        ("checkpoint", 5),
+        ("recorded", 5),
+    ]
+    for step in (2, 4, 5):
+        flushed = next(
+            at
+            for at, event in enumerate(world.events)
+            if event[0] == "flush rollouts" and step in event
+        )
+        assert world.events.index(("ledger", step)) < flushed
+        assert world.events.index(("rollouts", step)) < flushed
+
+
+def test_a_checkpoint_waits_for_the_one_before_it(tmp_path):
+    world = rig(tmp_path, tiny_trainer(checkpoint_every=1))
+    held = Held(world)
+    threading.Timer(0.2, held.go_on.set).start()
+    train(world, *range(4))
+    world.runtime.close()
+    assert [event for event in world.events if event[0] == "checkpoint"] == [
+        ("checkpoint", 1),
+        ("checkpoint", 2),
+    ]
 
 
 def test_a_write_that_hangs_is_an_error_that_says_so(tmp_path):

@@ -8,6 +8,9 @@ import numpy as np
 import pyarrow as pa
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from rigs.examples import examples
 from trainer_rig import (
     COLUMNS,
     gradient,
@@ -20,6 +23,7 @@ from trainer_rig import (
 )
 
 from dataflow.records import TRAINING_ROW, schema
+from dataflow.tokens.training_rows import cuts, unfolded
 from operators.credit import (
     advantage,
     leave_one_out,
@@ -33,7 +37,11 @@ from operators.training.learner.rows import pack, step_rows
 from operators.training.parallel.lead import CODEC, chosen, dealt
 
 ROW_COLUMNS = {**COLUMNS, TRAINING_ROW: pa.list_(pa.int32())}
+
+
 PER_TOKEN = {"tokens": None, "mask": False, "logprobs": 0.0, "versions": -1}
+
+
 """Of tokens that are context; of `tokens` as they were."""
 
 
@@ -169,6 +177,20 @@ def test_no_row_predicts_its_first_token_and_lists_of_another_length_are_refused
         ValueError, match="column 'training_row' of rollout 0 has 1 numbers but the rollout has"
     ):
         step_rows([short], ("advantage",))
+
+
+LENGTHS = st.lists(st.lists(st.integers(1, 5), max_size=3), max_size=6)
+
+
+@examples(200)
+@given(LENGTHS)
+def test_rows_unfold_to_what_was_put_end_to_end(rollouts: list[list[int]]) -> None:
+    numbers = [np.repeat(np.arange(len(rows)), rows) for rows in rollouts]
+    offsets = np.r_[0, np.cumsum([len(each) for each in numbers])].astype(np.int64)
+    flat = np.concatenate([np.zeros(0, np.int64), *numbers])
+    begins, owners = unfolded(offsets, cuts(flat, offsets))
+    wanted = [(owner, length) for owner, rows in enumerate(rollouts) for length in rows or [0]]
+    assert list(zip(owners.tolist(), np.diff(begins).tolist(), strict=True)) == wanted
 
 
 def test_rollouts_are_dealt_out_to_ranks_with_their_rows() -> None:

@@ -24,6 +24,7 @@ from operators import Generator, Prompts, Trainer
 from operators.credit import advantage
 from operators.environments import (
     trl_environment,
+    trl_environments,
     trl_rollout,
     verifiers_environment,
 )
@@ -35,6 +36,8 @@ pytestmark = [
     pytest.mark.usefixtures("forked", "one_core"),
     pytest.mark.timeout(400),
 ]
+
+
 STEPS = 2
 
 
@@ -94,6 +97,30 @@ def test_trls_documented_environment_is_trained_in(counter: Path, tmp_path: Path
         assert row["reward"] in (0.0, 1.0) and max(turns) <= 2 and (mask == (turns >= 0)).all()
         assert "Increment the counter by" not in row["completion"]
     assert max(max(turns) for turns in rows.column("turn").to_pylist()) == 2
+
+
+def test_a_dictionary_of_environments_shows_each_row_its_own_tools(
+    counter: Path, tmp_path: Path
+) -> None:
+    file = documented(
+        tmp_path,
+        "DATAFLOW_TRL_CHECKOUT",
+        "docs/source/grpo_trainer.md",
+        "IncrementEnv",
+        "\n\nclass Other:\n    def reset(self, **kwargs):\n        self.said = 0\n\n    async def"
+        " get_reward(self):\n        return 10.0 + self.said\n\n    async def say(self, word: str)"
+        ' -> str:\n        """Says it.\n\n        Args:\n            word: Any.\n        """\n     '
+        '   self.said += 1\n        return word\n\n\nWORLDS = {"count": IncrementEnv, "talk":'
+        " Other}\n",
+    )
+    rows = [{"prompt": messages("a="), "environment": name} for name in ("count", "talk")] * 4
+    world = trl_environments(f"{file}:WORLDS", rounds=2, concurrency=4, timeout_s=60.0)
+    _, found = trained(counter, world, Prompts(rows, columns=("environment",)), tmp_path)
+    for row in found.to_pylist():
+        if row["environment"] == "count":
+            assert row["reward"] in (0.0, 1.0)
+        else:
+            assert row["reward"] == 10.0 and "Tool increment not found." in row["completion"]
 
 
 ROLLOUT = """

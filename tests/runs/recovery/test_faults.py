@@ -5,6 +5,7 @@ culprit's name.
 import contextlib
 import dataclasses
 import json
+import math
 import os
 import signal
 import sys
@@ -37,7 +38,7 @@ from dataflow import (
     scorer,
     verify,
 )
-from dataflow.errors import RecordError, WorkerDied
+from dataflow.errors import DeadlineError, RecordError, WorkerDied
 from dataflow.folder.faults import FILE, STOPPED, restarts
 from dataflow.folder.ledger import Ledger
 from dataflow.folder.run_folder import RunFolder
@@ -49,11 +50,19 @@ from operators import Prompts
 
 pytestmark = [pytest.mark.usefixtures("forked", "one_core"), pytest.mark.timeout(180)]
 
+
 __all__ = ["program"]
 
+
 MODEL = Model("fake-policy")
+
+
 QUICK = Limits(stop_s=2.0, patience=Patience(first_s=0.05, of_one=2))
+
+
 AT_ONCE = Limits(stop_s=2.0, patience=Patience(of_one=1))
+
+
 """For what a restart would not mend."""
 
 
@@ -182,6 +191,15 @@ def test_a_worker_that_is_killed_at_any_moment_of_the_start_is_started_again(
     )
 
 
+@pytest.mark.slow
+def test_a_worker_that_stopped_answering_is_killed_and_started_again(
+    light: None, tmp_path: Path
+) -> None:
+    graph = victim("generator", signal.SIGSTOP, Once(tmp_path / "struck"))
+    limits = dataclasses.replace(QUICK, hang_s=3.0, stopped_s=math.inf)
+    goes_on_to_its_end(graph, "generator-0", "has not answered for", tmp_path / "runs", limits)
+
+
 def test_a_worker_that_somebody_stopped_is_let_go_on_as_it_was(light: None, tmp_path: Path) -> None:
     graph = victim("generator", signal.SIGSTOP, Once(tmp_path / "struck"))
     result = run(
@@ -230,6 +248,21 @@ def test_a_worker_that_is_stuck_in_one_slice_of_work_is_killed_and_started_again
     impatient = dataclasses.replace(QUICK, **limits)  # type: ignore[arg-type]
     goes_on_to_its_end(
         fake_graph(generator=generator), "generator-0", cause, tmp_path / "runs", impatient
+    )
+
+
+@pytest.mark.slow
+def test_a_worker_that_fails_is_started_again(light: None, tmp_path: Path) -> None:
+    first = Once(tmp_path / "struck")
+
+    def trip() -> None:
+        if first():
+            raise OSError("the network is down")
+
+    generator = struck(FakeGenerator(model=MODEL), trip)
+    cause = "failed: 'generator' failed while working: OSError: the network is down"
+    goes_on_to_its_end(
+        fake_graph(generator=generator), "generator-0", cause, tmp_path / "runs", QUICK
     )
 
 
@@ -346,6 +379,18 @@ def test_a_model_that_is_not_there_is_named_before_anything_starts(
     ):
         run(g, on=on, runs=tmp_path / "runs", quiet=True, limits=QUICK)
     assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.slow
+def test_a_worker_that_never_gets_ready_is_named_when_the_start_is_overdue(
+    light: None, tmp_path: Path
+) -> None:
+    generator = built_by(FakeGenerator(model=MODEL), lambda context: time.sleep(600))  # type: ignore[arg-type, return-value]
+    graph = fake_graph(generator=generator, trainer=FakeTrainer(model=MODEL))
+    with pytest.raises(
+        DeadlineError, match=r"waited 6 s for \['generator-0'\] to start; see their logs"
+    ):
+        run(graph, runs=tmp_path, quiet=True, limits=Limits(start_s=6.0, stop_s=0.5))
 
 
 # Scorers: what a call does wrong is a record of its rollout

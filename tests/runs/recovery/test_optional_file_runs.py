@@ -13,9 +13,12 @@ from rigs.graphs import fake_graph, tiny_graph
 from dataflow import Devices, Result, cli, inline, run
 from dataflow.doctor.report import examine
 from dataflow.folder.run_folder import RunFolder
+from dataflow.history.launch import Wishes
+from dataflow.history.replay import report_replay
 from dataflow.scheduler.requests import ask_for_facts
 
 pytestmark = [pytest.mark.usefixtures("one_core"), pytest.mark.timeout(180)]
+
 
 NEEDED = (
     "ledger.db",
@@ -26,7 +29,11 @@ NEEDED = (
     "finished",
     "lock",
 )
+
+
 """All others are extras. The lock is empty of content: it keeps two schedulers apart."""
+
+
 ALSO = (
     "activity.jsonl",
     "foreseen.json",
@@ -38,7 +45,11 @@ ALSO = (
     "logs/trainer-0.trace",
     "logs/inline-0.recent-0.jsonl",
 )
+
+
 """What runs leave as they go on, or end in several processes, or doctors."""
+
+
 KNOWN = {
     "config.json",
     "graph.json",
@@ -86,6 +97,9 @@ def folder_in_its_place(path: Path) -> None:
     (path / "something").touch()
 
 
+SPOILS = [missing, torn, garbage, other_json, folder_in_its_place]
+
+
 Spoil = Callable[[Path], None]
 
 
@@ -127,6 +141,20 @@ def test_the_list_of_extras_is_whole(half: Result, trained: Result) -> None:
         assert {str(path.relative_to(result.folder)) for path in extras(result.folder)} == KNOWN
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("name", sorted(KNOWN))
+@pytest.mark.parametrize("spoil", SPOILS)
+def test_a_run_goes_on_and_is_judged_without_any_one_of_them(
+    half: Result, tmp_path: Path, name: str, spoil: Spoil
+) -> None:
+    folder = copy(half, tmp_path)
+    spoil(folder / name)
+    looked_at(folder)
+    whole = run(fake_graph(), steps=5, on=inline(), resume=folder, quiet=True)
+    assert whole.verdict.clean and whole.steps == 5, whole.verdict
+    looked_at(folder)
+
+
 @pytest.mark.parametrize(
     "spoil",
     [
@@ -147,6 +175,23 @@ def test_a_run_goes_on_and_is_judged_without_all_of_them(
     looked_at(folder)
     whole = run(fake_graph(), steps=5, on=inline(), resume=folder, quiet=True)
     assert whole.verdict.clean and whole.steps == 5, whole.verdict
+    looked_at(folder)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("spoil", SPOILS)
+def test_a_trained_run_is_replayed_and_goes_on_without_all_of_them(
+    trained: Result, policy: Path, tmp_path: Path, spoil: Spoil
+) -> None:
+    folder = copy(trained, tmp_path)
+    for path in extras(folder):
+        spoil(path)
+    looked_at(folder)
+    graph = tiny_graph(policy, max_staleness=0, eval_every=2)
+    assert report_replay(graph, Wishes(run=str(folder))) == 0
+    assert cli.replay(folder, rollout=0, source="prompts", json=True) == 0
+    whole = run(graph, steps=3, on=inline(), resume=folder, quiet=True)
+    assert whole.verdict.clean and whole.steps == 3, whole.verdict
     looked_at(folder)
 
 
@@ -171,3 +216,20 @@ def test_a_run_that_can_write_none_of_them_comes_to_its_end(
     )
     assert result.verdict.clean and result.steps == 2, result.verdict
     looked_at(result.folder)
+
+
+@pytest.mark.slow
+def test_processes_that_can_write_none_of_them_come_to_the_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = RunFolder.create
+
+    def spoilt(*args: object, **how: object) -> RunFolder:
+        folder = made(*args, **how)  # type: ignore[arg-type]
+        for name in [*KNOWN, "logs/generator-0.log", "logs/generator-0.trace"]:
+            folder_in_its_place(folder.path / name)
+        return folder
+
+    monkeypatch.setattr(RunFolder, "create", spoilt)
+    result = run(fake_graph(), steps=3, runs=tmp_path, quiet=True)
+    assert result.verdict.clean and result.steps == 3, result.verdict

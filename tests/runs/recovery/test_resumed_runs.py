@@ -2,6 +2,7 @@
 losses repeat.
 """
 
+import math
 import os
 import signal
 import subprocess
@@ -11,6 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
 import pytest
 from rigs.graphs import losses, tiny_graph
 from rigs.machine import wait_until
@@ -18,13 +20,22 @@ from rigs.operators import struck
 
 from dataflow import Devices, Result, inline, run, verify
 from dataflow.errors import OperatorError
+from dataflow.folder.finished import File, SealedWriter
 from dataflow.folder.ledger import Ledger
 from dataflow.folder.run_folder import RunFolder
 
 pytestmark = [pytest.mark.usefixtures("one_core"), pytest.mark.timeout(180)]
 
+
 STEPS = 6
+
+
+MARK = -77.0
+
+
 PROGRAM = Path(__file__).parents[2] / "rigs" / "resumable.py"
+
+
 ROOT = PROGRAM.parent.parent.parent
 
 
@@ -121,6 +132,75 @@ def test_a_run_that_failed_goes_on_from_what_was_committed_and_its_seconds_count
     assert losses(whole.folder) == losses(undisturbed.folder)
     after = RunFolder.open(whole.folder).read_json("times.json")
     assert after["seconds"] == pytest.approx(before["seconds"] + whole.seconds)
+
+
+@pytest.mark.slow
+def test_no_token_is_trained_that_weights_drew_which_the_run_went_back_behind(
+    policy: Path, tmp_path: Path
+) -> None:
+    """Groups that were finished under them are in flight, and are drawn anew under the weights that
+    there are.
+    """
+
+    def boom() -> None:
+        raise ValueError("boom")
+
+    def graph() -> Any:
+        return tiny_graph(policy, max_staleness=2, recover_within_s=math.inf)
+
+    failing = graph()
+    trainer = failing.operators["trainer"]
+    object.__setattr__(trainer, "build", struck(trainer, boom, after=15).build)
+    with pytest.raises(OperatorError, match="boom"):
+        run(failing, steps=12, on=inline(), runs=tmp_path, quiet=True)
+    folder = RunFolder.open(tmp_path / "latest")
+    with Ledger.open(folder.ledger, readonly=True) as ledger:
+        back_to = ledger.last_step("trainer") - 2
+    left = mark_younger(folder.finished("generator"), back_to)
+    assert left and back_to > 0
+    os.truncate(folder.rollouts_of().step_file(back_to + 1), 500)
+    whole = run(graph(), on=inline(), resume=folder.path, quiet=True)
+    assert whole.verdict.clean and whole.steps == 12, whole.verdict.line
+    trained = {}
+    for step in range(back_to + 1, 13):
+        table = folder.rollouts_of().read(step)
+        trained |= dict(
+            zip(
+                table.column("rollout_id").to_pylist(),
+                table.column("logprobs").to_pylist(),
+                strict=True,
+            )
+        )
+    assert not any(MARK in logprobs for logprobs in trained.values())
+    kept = left.keys() & trained.keys()
+    assert kept and all(trained[rollout] == left[rollout] for rollout in kept)
+    with Ledger.open(folder.ledger, readonly=True) as ledger:
+        assert ledger.counts("trainer").dropped == {}
+
+
+def mark_younger(finished: Path, version: int) -> dict[int, list[float]]:
+    """Mark the finished groups with a token of a later version, so that they are known wherever
+    they come; the logprobs of all other rollouts.
+    """
+    others = {}
+    for path in finished.glob("*.arrows"):
+        made = []
+        for batch in File(path).read():
+            rows = batch.to_pylist()
+            younger = {row["group_id"] for row in rows if max(row["versions"]) > version}
+            others |= {
+                row["rollout_id"]: row["logprobs"] for row in rows if row["group_id"] not in younger
+            }
+            for row in rows:
+                row["logprobs"] = (
+                    [MARK] * len(row["logprobs"]) if row["group_id"] in younger else row["logprobs"]
+                )
+            made.append(pa.RecordBatch.from_pylist(rows, schema=batch.schema))
+        with path.open("wb") as sink:
+            writer = SealedWriter(sink, made[0].schema)
+            for batch in made:
+                writer.write_batch(batch)
+    return others
 
 
 # As a user types it

@@ -18,11 +18,19 @@ from dataflow.folder.faults import FILE
 
 __all__ = ["program"]
 
+
 pytestmark = [pytest.mark.usefixtures("forked", "one_core"), pytest.mark.timeout(120)]
 
+
 IMPATIENT = {"hang_s": 2.0, "stuck_s": 2.0, "asleep_s": 2.0, "stall_s": 4.0, "slice_s": 4.0}
+
+
 """Seconds; a pause that anybody counted would be longer."""
+
+
 PAUSE_S = 6.0
+
+
 Start = Callable[..., Program]
 
 
@@ -122,6 +130,33 @@ def test_a_stopped_run_whose_scheduler_is_killed_goes_on_without_it(program: Sta
     second = program("endless", steps=made + 6, resume=True)
     second.process.wait(90)
     wait_until(lambda: not alive(family), 10.0, "the end of all processes")
+
+
+@pytest.mark.slow
+def test_a_stopped_run_of_which_all_is_killed_leaves_no_process(program: Start) -> None:
+    running = program("endless")
+    under_way(running)
+    family = running.family()
+    press_control_z(running)
+    os.killpg(running.process.pid, signal.SIGKILL)
+    wait_until(lambda: not alive(family), 10.0, "the end of all processes")
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("fresh")
+def test_trainer_and_generator_that_stood_still_together_go_on_with_each_other(
+    program: Start,
+) -> None:
+    running = program("learning", steps=60, adopt_s=2.0, limits={"hang_s": 5.0})
+    under_way(running)
+    workers = press_control_z(running)
+    made = running.steps()
+    time.sleep(30.0)
+    assert running.steps() == made
+    fg(running)
+    goes_on(running, workers)
+    running.process.wait(100)
+    assert "ended after 60 steps: clean" in running.output()
 
 
 @pytest.mark.slow

@@ -16,6 +16,7 @@ from rigs.machine import wait_until
 from rigs.programs import Program, program, under_way
 
 from dataflow import verify
+from dataflow.errors import RunError
 from dataflow.folder.faults import FILE
 from dataflow.folder.live_changes import read_swaps
 from dataflow.folder.run_folder import RunFolder
@@ -23,16 +24,26 @@ from dataflow.scheduler.requests import ask_for_facts, ask_to_stop
 
 __all__ = ["program"]
 
+
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.usefixtures("forked", "one_core"),
     pytest.mark.timeout(240),
 ]
 
+
 ROOT = Path(__file__).parents[3]
+
+
 RESUMABLE = ROOT / "tests" / "rigs" / "resumable.py"
+
+
 NEW = 100.0
+
+
 """Above what the reward of the graph gives."""
+
+
 MODULE = """
 import os, time
 from dataflow import scorer
@@ -53,6 +64,8 @@ def isolated(completion: str) -> float:
 def whole(completion: str) -> int:
     return 1
 """
+
+
 Start = Callable[..., Program]
 
 
@@ -192,6 +205,128 @@ def test_a_reward_is_swapped_in_the_midst_of_a_run_and_a_resume_goes_on_with_it(
         "a resume has what was kept of the module"
     )
     clean(folder)
+
+
+def started_by(path: Path, count: int) -> list[int]:
+    """The first processes that have imported the module: the trial, then the worker."""
+    wait_until(
+        lambda: path.exists() and len(path.read_text().split()) >= count,
+        60.0,
+        f"import number {count}",
+    )
+    return [int(pid) for pid in path.read_text().split()]
+
+
+@pytest.fixture
+def asking() -> Iterator[Callable[[RunFolder], "subprocess.Popen[str]"]]:
+    """Asks for a swap, and does not wait."""
+    asked: list[subprocess.Popen[str]] = []
+
+    def ask(folder: RunFolder) -> "subprocess.Popen[str]":
+        command = [
+            sys.executable,
+            "-m",
+            "dataflow",
+            "swap",
+            str(folder.path),
+            "reward=new_rewards:better",
+        ]
+        asked.append(
+            subprocess.Popen(
+                command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=ROOT
+            )
+        )
+        return asked[-1]
+
+    yield ask
+    for each in asked:
+        each.kill()
+        each.wait(10)
+        assert each.stdout is not None
+        each.stdout.close()
+
+
+def test_a_worker_that_is_killed_while_it_starts_with_the_new_reward_is_started_with_it_again(
+    program: Start,
+    rewards: Callable[..., Path],
+    asking: Callable[[RunFolder], "subprocess.Popen[str]"],
+) -> None:
+    started = rewards(seconds=1.0)
+    each = program("endless")
+    under_way(each)
+    folder = latest(each.runs)
+    asked = asking(folder)
+    os.kill(started_by(started, 2)[1], signal.SIGKILL)
+    assert "from now on" in asked.communicate(timeout=60)[0] and asked.returncode == 0
+    trains_new(each)
+    stopped(each)
+    assert faults(folder) == ["reward-0"] and len(read_swaps(folder)) == 1
+    clean(folder)
+
+
+@pytest.mark.parametrize("by", ["standby", "resume"])
+def test_a_scheduler_killed_while_the_new_reward_starts_is_replaced_by_one_that_ends_the_swap(
+    program: Start,
+    rewards: Callable[..., Path],
+    asking: Callable[[RunFolder], "subprocess.Popen[str]"],
+    by: str,
+) -> None:
+    started = rewards(seconds=1.0)
+    first = program("endless", standby=by == "standby")
+    under_way(first)
+    folder = latest(first.runs)
+    asked = asking(folder)
+    started_by(started, 2)
+    first.kill()
+    said = " ".join(asked.communicate(timeout=60)[0].split())
+    assert asked.returncode == 2 and (
+        "has died" in said or "was replaced while it was asked" in said
+    ), said
+    second = first if by == "standby" else program("endless", resume=True)
+    trains_new(second)
+    ask_to_stop(folder)
+    wait_until(lambda: second.outcome() == "stopped", 60.0, "the end of the run")
+    assert "scheduler" in faults(folder) and [swap.reference for swap in read_swaps(folder)] == [
+        "new_rewards:better"
+    ]
+    clean(folder)
+
+
+def test_a_scheduler_that_is_killed_while_the_reward_is_tried_leaves_the_run_with_the_one_before(
+    program: Start,
+    rewards: Callable[..., Path],
+    asking: Callable[[RunFolder], "subprocess.Popen[str]"],
+) -> None:
+    started = rewards(seconds=1.0)
+    first = program("endless")
+    under_way(first)
+    folder = latest(first.runs)
+    asked = asking(folder)
+    started_by(started, 1)
+    first.kill()
+    assert (
+        "has died" in " ".join(asked.communicate(timeout=60)[0].split()) and asked.returncode == 2
+    )
+    second = program("endless", resume=True)
+    before = second.steps()
+    wait_until(lambda: second.steps() > before + 5, 60.0, "steps more")
+    assert read_swaps(folder) == () and max(rows(folder).column("reward").to_pylist()) < NEW
+    status, said = dataflow("swap", str(folder.path), "reward=new_rewards:better")
+    assert status == 0, said
+    trains_new(second)
+    stopped(second)
+    clean(folder)
+
+
+def test_a_run_that_is_over_takes_no_other_reward(
+    program: Start, rewards: Callable[..., Path]
+) -> None:
+    rewards()
+    each = program("endless", steps=2)
+    each.process.wait(60)
+    status, said = dataflow("swap", str(latest(each.runs).path), "reward=new_rewards:better")
+    assert status == 2 and "takes no commands: it is over" in said
+    assert RunError.__name__ in said
 
 
 @pytest.fixture

@@ -10,12 +10,12 @@ from rigs.forwards import plain_logprobs
 from rigs.graphs import reward, words
 from rigs.striking import Stopping, Striking
 
-from dataflow import Graph, Model, run, verify
+from dataflow import Graph, Model, Result, inline, join, run, scorer, verify
 from dataflow.folder.faults import read_faults
 from dataflow.folder.run_folder import RunFolder
 from dataflow.limits import Limits, Patience
-from dataflow.records import version_column
-from operators import Generator, Logprobs, Prompts, Trainer
+from dataflow.records import Array, version_column
+from operators import Generator, Logprobs, Prompts, Trainer, Values
 from operators.credit import advantage
 from operators.models.loading import load_model
 
@@ -49,6 +49,97 @@ def test_a_frozen_reference_may_have_two_replicas_of_two_ranks(
     for step in (1, 2):
         for row in RunFolder.open(result.folder).rollouts_of().read(step).to_pylist():
             np.testing.assert_allclose(row["ref_logprobs"], plain_logprobs(first, row), atol=1e-4)
+
+
+@scorer(per="group", isolate=False)
+def credited(reward: Array, values: list[list[float]], ref_logprobs: list[list[float]]) -> Array:
+    """What all columns have a part in."""
+    first = np.array([next((value for value in row if value), 0.0) for row in values])
+    nats = np.array([sum(row) for row in ref_logprobs])
+    return np.asarray(reward - reward.mean() - 0.1 * first + 0.01 * (nats - nats.mean()))
+
+
+def actor_loss(new_logprobs: Any, logprobs: Any, credited: Any) -> Any:
+    return -credited * (new_logprobs - logprobs).exp()
+
+
+def critic_loss(new_values: Any, reward: Any) -> Any:
+    return (new_values - reward).square()
+
+
+def actor_and_critic(policy: Path, parallel: int) -> Graph:
+    """A reference that is refreshed with an average of the actor, and values that their critic
+    feeds.
+    """
+    g, model = Graph("ranks"), Model(str(policy), name="actor")
+    critic = Model(str(policy), head="value", name="critic")
+    generator = Generator(model, group_size=4, max_tokens=8, slots=32)
+    values, reference = (
+        Values(critic, tensor_parallel=parallel),
+        Logprobs(model.frozen(), tensor_parallel=parallel),
+    )
+    rollouts = generator(g.source(Prompts(words(), columns=("answer",))))
+    rows = credited(reward(join(reference(rollouts), values(rollouts))))
+    knobs: dict[str, Any] = {
+        "prompts_per_step": 4,
+        "lr": 1e-2,
+        "eps": 1e-3,
+        "normalize": "rollouts",
+    }
+    actor = Trainer(model, loss=actor_loss, name="actor", **knobs)
+    learner = Trainer(critic, loss=critic_loss, name="learner", **knobs)
+    actor(rows)
+    learner(rows)
+    g.feedback(actor.weights, generator, max_staleness=0)
+    g.feedback(actor.weights.average(decay=0.5), reference, every=1)
+    g.feedback(learner.weights, values, max_staleness=0)
+    return g
+
+
+@pytest.mark.slow
+def test_ranks_that_are_fed_and_refreshed_give_the_numbers_of_one(
+    policy: Path, tmp_path: Path, machine: None
+) -> None:
+    """From trainers of two ranks each, one of which sends to two replicas; tokens, columns and
+    losses are alike.
+    """
+    torch.set_num_threads(1)
+    many = run(
+        actor_and_critic(policy, 2),
+        steps=4,
+        ranks={"actor": 2, "learner": 2},
+        replicas={"ref_logprobs": 2},
+        runs=tmp_path / "many",
+        quiet=True,
+    )
+    one = run(actor_and_critic(policy, 1), steps=4, on=inline(), runs=tmp_path / "one", quiet=True)
+    assert many.steps == one.steps == 4
+    assert many.verdict.clean and one.verdict.clean, many.verdict.line
+    for node in ("actor", "learner"):
+        lines = [
+            [line["loss"] for line in each.metrics if line.get("node") == node]
+            for each in (many, one)
+        ]
+        assert len(lines[0]) == 4
+        np.testing.assert_allclose(*lines, rtol=0, atol=1e-5)
+    moved = set()
+    for ours, theirs in zip(*map(trained, (many, one)), strict=True):
+        assert (ours["group_id"], ours["tokens"]) == (theirs["group_id"], theirs["tokens"])
+        for column in ("ref_logprobs", "values"):
+            np.testing.assert_allclose(ours[column], theirs[column], rtol=0, atol=1e-5)
+            assert ours[version_column(column)] == theirs[version_column(column)]
+        moved.add((ours[version_column("ref_logprobs")], ours[version_column("values")]))
+    assert moved == {(version, version) for version in range(4)}
+
+
+def trained(result: Result) -> list[dict[str, Any]]:
+    """Every row that the actor trained, in order."""
+    rows = [
+        row
+        for step in range(1, result.steps + 1)
+        for row in RunFolder.open(result.folder).rollouts_of("actor").read(step).to_pylist()
+    ]
+    return sorted(rows, key=lambda row: (row["group_id"], row["position"]))
 
 
 def refreshed(policy: Path) -> Graph:

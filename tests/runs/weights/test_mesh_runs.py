@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 from rigs.graphs import tiny_graph
+from rigs.policy import tiny_policy
 from rigs.sent import Sent
 from test_live_shards import TO, drawn, greedy, losses
 
@@ -16,7 +17,10 @@ from dataflow.model import LoRA
 
 pytestmark = [pytest.mark.usefixtures("machine", "one_core"), pytest.mark.timeout(300)]
 
+
 LORA = LoRA(4, alpha=8)
+
+
 WIDTH, MLP = 32, 64
 
 
@@ -91,3 +95,31 @@ def test_adapters_travel_alone_from_several_ranks_to_several_as_from_one_to_one(
         "adapters, and nothing else"
     )
     assert greedy(many, generator) == greedy(one, 1)
+
+
+@pytest.mark.slow
+def test_replicas_of_shards_make_the_run_of_one_rank_and_share_the_sending(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    policy = tiny_policy(tmp_path / "policy", layers=2, width=128, heads=4, mlp_width=256)
+    one = made(policy, tmp_path / "one", 1, 1, 4)
+    sent = Sent(tmp_path / "sent", monkeypatch)
+    many = made(policy, tmp_path / "many", 4, 2, 4, dp_replicate=2)
+    assert_alike(many, one, 4)
+    by_rank = [0] * 4
+    for (sender, _), nbytes in sent.payload(TO).items():
+        by_rank[sender] += nbytes
+    assert max(by_rank) - min(by_rank) < 0.05 * sum(by_rank), by_rank
+
+
+@pytest.mark.slow
+def test_ranks_that_hold_the_same_key_value_head_make_the_run_of_one_rank(tmp_path: Path) -> None:
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    policy = tiny_policy(tmp_path / "policy")
+    config = AutoConfig.from_pretrained(policy)
+    config.num_key_value_heads = 1
+    AutoModelForCausalLM.from_config(config).save_pretrained(policy)
+    one = made(policy, tmp_path / "one", 1, 1, 3)
+    many = made(policy, tmp_path / "many", 4, 2, 3, tensor_parallel=2)
+    assert_alike(many, one, 3)

@@ -248,6 +248,17 @@ def test_an_asynchronous_run_says_which_version_it_read_with(
 
 
 @pytest.mark.slow
+def test_each_rank_of_a_trainer_averages_what_it_holds(
+    policy: Path, tmp_path: Path, machine: None
+) -> None:
+    torch.set_num_threads(1)
+    graph = refreshed(policy, every=2, decay=0.5)
+    result = run(graph, ranks={"trainer": 2}, steps=4, runs=tmp_path / "runs", quiet=True)
+    assert result.steps == 4 and result.verdict.clean, result.verdict.line
+    check_rows(result, {step: averaged(result, policy, step, 0.5) for step in (0, 2)}, every=2)
+
+
+@pytest.mark.slow
 def test_adapters_refresh_a_reference_that_has_them(policy: Path, tmp_path: Path) -> None:
     torch.set_num_threads(1)
     g, model = Graph("adapted"), Model(str(policy), name="policy", lora=LoRA(rank=4))

@@ -4,25 +4,32 @@ awake at a time.
 
 import os
 import signal
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pyarrow.compute as pc
 import pytest
 from rigs.graphs import fake_graph, reward, tiny_graph, words
 from rigs.operators import struck
 
-from dataflow import Graph, LoRA, Model, inline, run
+from dataflow import Graph, LoRA, Model, inline, join, run
 from dataflow.folder.run_folder import RunFolder
 from dataflow.limits import Limits, Patience
 from dataflow.testing import FakeGenerator, FakePrompts, FakeTrainer
-from operators import Generator, Prompts, Trainer
+from operators import Generator, Logprobs, Prompts, Trainer
 from operators.credit import advantage
 
 pytestmark = [pytest.mark.usefixtures("one_core"), pytest.mark.timeout(120)]
 
+
 FIGURES = ("loss", "grad_norm", "reward_mean", "completion_tokens_mean", "staleness_max")
+
+
 MODEL = Model("fake-policy")
+
+
 STEPS = 3
 
 
@@ -102,6 +109,44 @@ def test_a_run_in_processes_makes_the_same_steps_in_turns(
 ) -> None:
     knobs, how = WAYS[way]
     both(policy, tmp_path, knobs, **how)
+
+
+def with_a_reference(policy: Path, ranks: int = 1) -> Graph:
+    """A frozen reference, and a critic that its trainer refreshes, beside generator and trainer.
+    ranks: of each.
+    """
+    g, model = Graph("reference"), Model(str(policy), name="policy")
+    generator = Generator(model, group_size=4, max_tokens=12, segment_tokens=4, slots=32)
+    reference = Logprobs(model.frozen(), name="ref_logprobs", tensor_parallel=ranks)
+    proximal = Logprobs(model, name="proximal_logprobs", tensor_parallel=ranks)
+    rollouts = reward(generator(g.source(Prompts(words(), columns=("answer",)))))
+    trainer = Trainer(model, loss=with_kl, prompts_per_step=4, lr=1e-2, normalize="rollouts")
+    trainer(advantage(join(reference(rollouts), proximal(rollouts))))
+    g.feedback(trainer.weights, generator, max_staleness=0)
+    g.feedback(trainer.weights, proximal, max_staleness=0)
+    return g
+
+
+def with_kl(new_logprobs: Any, proximal_logprobs: Any, ref_logprobs: Any, advantage: Any) -> Any:
+    ratio = ref_logprobs - new_logprobs
+    return -(advantage * (new_logprobs - proximal_logprobs).exp()) + 0.05 * (
+        ratio.exp() - ratio - 1
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_references_take_their_turns_with_generator_and_trainer(
+    ranks: int, policy: Path, machine: None, tmp_path: Path
+) -> None:
+    _, tokens, numbers = steps_of(with_a_reference(policy, ranks), tmp_path / "alone")
+    graph = with_a_reference(policy, ranks)
+    folder, shared_tokens, shared_numbers = steps_of(graph, tmp_path / "shared", gpus="shared")
+    assert shared_tokens == tokens and shared_numbers == pytest.approx(numbers, rel=1e-4, abs=1e-5)
+    (line,) = [line for line in folder.read_json("config.json")["plan"] if "take turns" in line]
+    assert line.startswith(
+        "'generator', 'ref_logprobs', 'proximal_logprobs' and 'trainer' take turns on main memory"
+    )
 
 
 @pytest.mark.slow
@@ -201,3 +246,30 @@ def test_a_real_worker_that_dies_in_its_turn_comes_back_to_the_same_steps(
     )
     _, found_tokens, found_numbers = steps_of(graph, tmp_path / "shared", gpus="shared")
     assert mark.exists() and found_tokens == tokens and found_numbers == numbers
+
+
+@pytest.mark.slow
+def test_every_rank_has_its_turn_open_so_that_it_ends_with_the_last(
+    policy: Path, machine: None, tmp_path: Path
+) -> None:
+    graph = tiny_graph(policy, max_staleness=0, generator_knobs={"tensor_parallel": 2})
+
+    def look(name: str) -> None:
+        found = {
+            process.pid
+            for process in [psutil.Process(), *psutil.Process().children()]
+            if any(Path(each.path).name == "turns-0" for each in process.open_files())
+        }
+        (tmp_path / name).write_text(" ".join(map(str, found)))
+
+    for name in ("generator", "trainer"):
+        operator = graph.operators[name]
+        object.__setattr__(operator, "build", struck(operator, partial(look, name), after=3).build)
+    result = run(
+        graph, steps=2, gpus="shared", ranks={"trainer": 2}, runs=tmp_path / "runs", quiet=True
+    )
+    assert (result.steps, result.verdict.clean) == (2, True), result.verdict.line
+    assert [len((tmp_path / name).read_text().split()) for name in ("generator", "trainer")] == [
+        2,
+        2,
+    ]

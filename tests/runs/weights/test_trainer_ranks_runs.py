@@ -8,6 +8,7 @@ import threading
 import time
 from pathlib import Path
 
+import numpy as np
 import pytest
 from rigs.graphs import tiny_graph
 from rigs.ranks import ranks_of
@@ -38,6 +39,26 @@ def test_a_run_on_two_ranks_is_clean_and_its_generator_takes_every_version(
     )
     versions = RunFolder.open(result.folder).rollouts_of().read(4).column("versions").to_pylist()
     assert {max(row) for row in versions} == {3}
+
+
+@pytest.mark.slow
+def test_ranks_make_the_run_that_one_rank_makes(policy: Path, tmp_path: Path) -> None:
+    found = []
+    for number, (ranks, knobs) in enumerate([(1, {}), (2, {}), (4, {"tensor_parallel": 2})]):
+        graph = tiny_graph(policy, max_staleness=0, lr=1e-3, eps=1e-3, **knobs)
+        result = run(
+            graph,
+            ranks={"trainer": ranks},
+            steps=3,
+            seed=1,
+            runs=tmp_path / str(number),
+            quiet=True,
+        )
+        assert result.verdict.clean, result.verdict.line
+        found.append(
+            [(line["loss"], line["grad_norm"]) for line in result.metrics if "loss" in line]
+        )
+    np.testing.assert_allclose(found[1:], [found[0]] * 2, rtol=1e-3, atol=1e-6)
 
 
 @pytest.mark.slow

@@ -6,10 +6,9 @@ from msgspec import structs
 
 from transport.data import Delivery, Receiver, Sender
 from transport.data.credit import Credit
-from transport.data.inbox import Inbox
+from transport.data.inbox import MOST_EARLY, Inbox
 from transport.data.messages import Ack, Data, Hello, Welcome
 from transport.data.outbox import Outbox, OutgoingBatch
-from transport.data.inbox import MOST_EARLY
 
 from .rig import Rig, connect, make_batch, settle, take, until
 

@@ -14,6 +14,7 @@ from rigs.examples import examples
 
 from transport.codec import Natural
 from transport.data import messages
+from transport.data import messages as frames
 from transport.data.messages import (
     Ack,
     Data,
@@ -30,7 +31,11 @@ from transport.errors import FrameError, SchemaMismatch
 from .rig import SCHEMA, make_batch
 
 _NUMBER = st.integers(0, 2**62)
+
+
 _NUMBERS = st.lists(_NUMBER, max_size=4).map(tuple)
+
+
 _HINTS: dict[Any, st.SearchStrategy[Any]] = {
     Natural: _NUMBER,
     Size: st.integers(0, 2**40),
@@ -39,6 +44,8 @@ _HINTS: dict[Any, st.SearchStrategy[Any]] = {
     bool: st.booleans(),
     tuple[Natural, ...]: _NUMBERS,
 }
+
+
 MESSAGES = st.one_of(
     *(
         st.builds(
@@ -51,6 +58,8 @@ MESSAGES = st.one_of(
         for kind in (Hello, Data, Welcome, Ack, Refusal)
     )
 )
+
+
 _LEAVES: list[tuple[pa.DataType, st.SearchStrategy[Any]]] = [
     (pa.int64(), st.integers(-(2**63), 2**63 - 1)),
     (pa.int32(), st.integers(-(2**31), 2**31 - 1)),
@@ -205,6 +214,12 @@ def test_a_patched_offset_is_refused_before_anyone_reads_it() -> None:
         messages.decode_batch(bytes(body), _header(bytes(body), 3), SCHEMA)
 
 
+@given(st.binary(max_size=200))
+def test_junk_is_never_a_message(junk: bytes) -> None:
+    with pytest.raises(FrameError):
+        decode_message(junk)
+
+
 @given(
     st.recursive(
         st.none()
@@ -232,6 +247,12 @@ def test_sealed_junk_is_never_a_message(value: object) -> None:
 def test_a_junk_body_with_a_right_checksum_is_refused(junk: bytes) -> None:
     with pytest.raises(FrameError):
         messages.decode_batch(junk, _header(junk, 0), SCHEMA)
+
+
+@given(st.binary(max_size=300))
+def test_a_junk_schema_is_refused(junk: bytes) -> None:
+    with pytest.raises(FrameError):
+        frames.decode_schema(junk)
 
 
 def test_another_schema_or_row_count_is_refused() -> None:

@@ -83,6 +83,18 @@ def test_connections_that_say_nothing_are_cut_off_and_hold_nobody_up(
     check_that_silent_peers_are_cut_off(60, keyed)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("keyed", [False, True])
+def test_a_thousand_connections_that_say_nothing_are_cut_off(keyed: bool) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if hard != resource.RLIM_INFINITY and hard < 4000:
+        pytest.skip(
+            f"this process may have {hard} files open; both ends of 1,000 connections need 2,000"
+        )
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, 4000), hard))
+    check_that_silent_peers_are_cut_off(1000, keyed)
+
+
 @pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="counts open files in /proc")
 def test_a_receiver_that_silent_peers_leave_no_files_goes_on_and_recovers(
     monkeypatch: pytest.MonkeyPatch,

@@ -9,8 +9,14 @@ from transport.data.messages import Ack, BatchEncoder, Data, Refusal, Welcome
 from .rig import SCHEMA, RawConnection, Rig, connect, drain, firsts, make_batch, settle, take, until
 
 MESSAGE_BYTES = 1 << 12
+
+
 ENCODER = BatchEncoder(SCHEMA)
+
+
 LARGE = make_batch(7, rows=4, tokens=5_000)
+
+
 LARGE_BYTES = ENCODER.size_bytes(LARGE)
 
 
@@ -78,6 +84,19 @@ def test_its_credit_is_that_of_the_whole_until_it_is_acknowledged(rig: Rig) -> N
     assert sender.send(LARGE)
 
 
+def test_unacknowledged_it_comes_again_at_a_restarted_receiver(rig: Rig) -> None:
+    first = rig.receiver(max_message_bytes=MESSAGE_BYTES)
+    sender = rig.sender(first)
+    connect(sender, to=first)
+    assert sender.send(LARGE) and sender.send(make_batch(1))
+    take(first, 2, sender, ack=False)
+    address = first.address
+    first.close()
+    second = rig.receiver(address, max_message_bytes=2 * MESSAGE_BYTES)
+    got = take(second, 2, sender)
+    assert got[0].batch.equals(LARGE) and firsts(got) == [7, 1], "in parts of another size"
+
+
 def test_a_sender_that_dies_between_parts_leaves_nothing_and_its_successor_sends_all(
     rig: Rig,
 ) -> None:
@@ -90,6 +109,25 @@ def test_a_sender_that_dies_between_parts_leaves_nothing_and_its_successor_sends
     assert successor.send(make_batch(3))
     assert firsts(take(receiver, 1, successor)) == [3]
     assert receiver.depth == (0, 0) and receiver.refused == 0
+
+
+def test_a_receiver_that_restarts_between_parts_asks_for_all_of_them(rig: Rig) -> None:
+    raw, first = introduced(rig)
+    parts = parts_of(raw)
+    assert raw.connection.put(*parts[0]) and raw.connection.put(*parts[1])
+    settle(first.poll)
+    address = first.address
+    first.close()
+    receiver = rig.receiver(address)
+    again = rig.raw(receiver)
+    again.up()
+    welcome = again.hello(next=1)
+    assert isinstance(welcome, Welcome) and welcome.expected == 0
+    assert isinstance(again.ask(*parts_of(again)[2]), Welcome), "the last part alone is not taken"
+    for part in parts_of(again):
+        assert again.connection.put(*part)
+    (delivery,) = take(receiver, 1)
+    assert delivery.batch.equals(LARGE)
 
 
 def test_a_part_that_is_missing_has_the_whole_batch_asked_for_once(rig: Rig) -> None:
@@ -108,6 +146,18 @@ def test_a_part_that_is_missing_has_the_whole_batch_asked_for_once(rig: Rig) -> 
     assert isinstance(answer := raw.hear(), Ack) and answer.sequences == (0,), (
         "and no other question in between"
     )
+
+
+def test_a_new_greeting_in_the_midst_begins_the_batch_anew(rig: Rig) -> None:
+    raw, receiver = introduced(rig)
+    parts = parts_of(raw)
+    assert raw.connection.put(*parts[0])
+    welcome = raw.hello(next=1, number=1)
+    assert isinstance(welcome, Welcome) and welcome.expected == 0
+    for part in parts:
+        assert raw.connection.put(*part)
+    (delivery,) = take(receiver, 1)
+    assert delivery.batch.equals(LARGE)
 
 
 @pytest.mark.parametrize("claim", [1 << 40, 0])

@@ -2,15 +2,24 @@
 been.
 """
 
+import os
+import signal
+import time
 from pathlib import Path
 
+import numpy as np
+import psutil
 import pytest
 
 from transport.data import Receiver, Sender
 
 from .rig import Rig, connect, drain, firsts, make_batch, take, until
+from .siege import HONEST, SCHEMA, digest_of, rows_of
+from .test_mutated_frames import FLAT_BYTES, Child
 
 BOUND = 50
+
+
 PAUSE_S, TURN_S = 120.0, 0.05
 
 
@@ -67,3 +76,46 @@ def test_what_waits_for_a_consumer_that_does_not_acknowledge_stays_within_the_bo
     assert firsts(take(receiver, BOUND, sender)) == list(range(BOUND))
     sender.finish()
     drain(sender, receiver)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["ipc", "tcp"])
+def test_a_stopped_process_costs_its_sender_no_memory_and_gets_everything_once_it_goes_on(
+    folder: Path, kind: str
+) -> None:
+    child = Child(f"ipc://{folder}/edge" if kind == "ipc" else "tcp://127.0.0.1:*")
+    sender = Sender(
+        edge="edge", sender_id=HONEST, epoch=1, schema=SCHEMA, receivers=[child.address]
+    )
+    rng, sent, resident = np.random.default_rng(5), [], []
+    until(lambda: (sender.poll(), sender.room() > 0)[1])
+    _, before = child.ask()
+    os.kill(child.pid, signal.SIGSTOP)
+    try:
+        # beyond ZeroMQ's heartbeats: the connection is lost meanwhile
+        deadline = time.monotonic() + 20
+        while time.monotonic() < deadline:
+            if sender.room():
+                batch = rows_of(rng)
+                if sender.send(batch):
+                    sent.append(digest_of(batch))
+            else:
+                time.sleep(0.01)
+                resident.append(psutil.Process().memory_info().rss)
+            sender.poll()
+    finally:
+        os.kill(child.pid, signal.SIGCONT)
+    assert max(resident) - resident[0] < FLAT_BYTES
+    until(lambda: (sender.poll(), sender.unacknowledged == 0)[1])
+    for _ in range(500):
+        batch = rows_of(rng)
+        until(lambda batch=batch: (sender.poll(), sender.send(batch))[1])  # type: ignore[misc]
+        sent.append(digest_of(batch))
+    sender.finish()
+    until(lambda: (sender.poll(), sender.drained)[1])
+    _, after = child.ask()
+    assert child.end() == (0, "")
+    assert [digest for _, digest in child.tally.by_sender[HONEST]] == sent
+    assert after - before < 4 * FLAT_BYTES
+    sender.close()
+    child.kill()

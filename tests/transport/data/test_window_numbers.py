@@ -68,12 +68,37 @@ def test_a_greeting_that_crossed_a_larger_window_does_not_take_it_back() -> None
     assert send(inbox, "a", range(8)) == ["new"] * 8, "it may have heard of 8, and not yet of 4"
 
 
+def test_a_greeting_repeated_before_the_first_was_answered_does_not_take_its_answer_back() -> None:
+    inbox = make_inbox()
+    inbox.hello("a", make_hello("a"))
+    inbox.expect(8)
+    inbox.hello("a", make_hello("a"))
+    assert send(inbox, "a", range(8)) == ["new"] * 8
+
+
 def test_a_confirmed_window_holds_and_frees_the_rest_for_others() -> None:
     inbox = make_inbox()
     inbox.hello("a", make_hello("a"))
     assert window(inbox.hello("b", make_hello("b")), "b")[1] == 0, "a may still use all"
     number, rows = window(inbox.expect(4), "a")
     assert window(inbox.hello("a", make_hello("a", number, rows)), "b")[1] == 2
+    assert send(inbox, "a", range(3)) == ["new", "new", "overrun"]
+
+
+def test_a_greeting_with_a_number_of_an_earlier_receiver_takes_nothing_back() -> None:
+    inbox = make_inbox()
+    inbox.hello("a", make_hello("a", number=7, rows=3))
+    inbox.expect(8)
+    inbox.hello("a", make_hello("a", number=7, rows=3))
+    assert send(inbox, "a", range(8)) == ["new"] * 8
+
+
+def test_a_window_over_a_broken_line_is_forgotten() -> None:
+    inbox = make_inbox()
+    inbox.hello("a", make_hello("a"))
+    inbox.expect(4)
+    inbox._peers["a"].connection = "an older connection"
+    inbox.hello("a", make_hello("a"))
     assert send(inbox, "a", range(3)) == ["new", "new", "overrun"]
 
 
@@ -114,6 +139,16 @@ def test_a_stream_begins_again_only_after_its_end_was_confirmed_and_goes_by_no_o
     assert outbox.room() == 8
 
 
+def test_nothing_new_goes_over_a_link_that_ended_whatever_its_window() -> None:
+    outbox = Outbox(edge="edge", sender="a", epoch=1, schema=encode_schema(SCHEMA))
+    answer = make_inbox().hello("a", outbox.hello())[-1][1]
+    assert isinstance(answer, Welcome)
+    outbox.welcome(answer)
+    assert outbox.room() == outbox.room(Credit(rows=1, bytes=1)) == 8
+    outbox.end()
+    assert outbox.room() == outbox.room(Credit(rows=1, bytes=1)) == 0
+
+
 def test_a_stream_that_begins_again_takes_no_share_before_the_others_gave_it_back() -> None:
     inbox = make_inbox()
     inbox.hello("a", make_hello("a", next=0))
@@ -125,3 +160,13 @@ def test_a_stream_that_begins_again_takes_no_share_before_the_others_gave_it_bac
     number, rows = window(replies, "b")
     assert rows == 4
     assert window(inbox.hello("b", make_hello("b", number, rows)), "a")[1] == 4
+
+
+def test_a_sender_that_restarted_with_nothing_under_way_leaves_its_share_when_it_ends() -> None:
+    inbox = make_inbox()
+    inbox.hello("a", make_hello("a"))
+    inbox.hello("a", replace(make_hello("a", next=0), epoch=2))
+    inbox.hello("b", make_hello("b"))
+    assert (
+        window(inbox.hello("a", replace(make_hello("a", next=0, ended=True), epoch=2)), "b")[1] == 8
+    )

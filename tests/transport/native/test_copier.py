@@ -28,7 +28,11 @@ from transport.native import (
 )
 
 MODULUS = 1 << 64
+
+
 ODD_SIZES = st.one_of(st.integers(0, 300), st.sampled_from([4095, 4096, 65537]))
+
+
 TROUBLE = [
     0.0,
     -0.0,
@@ -45,6 +49,8 @@ TROUBLE = [
     1e-40,
     2e-8,
 ]
+
+
 needs_compiler = pytest.mark.skipif(build.library() is None, reason="no C compiler")
 
 
@@ -115,6 +121,12 @@ def test_ranges_are_summed_each_from_its_own_first_byte(kernels):
     assert wordsums(data, offsets, sizes) == expected
 
 
+def test_sums_of_pieces_join_to_the_sum_of_the_whole(kernels):
+    data = noise(1003)
+    first, second = (sums.pairs(data, [at], [size])[0] for at, size in ((0, 400), (400, 603)))
+    assert sums.folded(sums.joined(first, second, 50)[None]).tolist() == [wordsum(data)]
+
+
 @settings(max_examples=60)
 @given(size=st.integers(1, 2000), data=st.data())
 def test_a_flipped_bit_is_found_wherever_it_is(size, data):
@@ -122,6 +134,18 @@ def test_a_flipped_bit_is_found_wherever_it_is(size, data):
     before = wordsum(buffer)
     buffer[data.draw(st.integers(0, size - 1))] ^= 1 << data.draw(st.integers(0, 7))
     assert wordsum(buffer) != before
+
+
+@settings(max_examples=60)
+@given(words=st.integers(2, 400), data=st.data())
+def test_swapped_words_are_found(words, data):
+    buffer = noise(8 * words).view(torch.int64)
+    before = wordsum(dense_bytes(buffer))
+    one, other = data.draw(st.integers(0, words - 1)), data.draw(st.integers(0, words - 1))
+    if buffer[one] == buffer[other]:
+        return
+    buffer[[one, other]] = buffer[[other, one]]
+    assert wordsum(dense_bytes(buffer)) != before
 
 
 @pytest.mark.parametrize("threads", [1, 3])
@@ -218,6 +242,17 @@ def test_a_cast_rounds_to_the_nearest_and_ties_to_even_for_every_kind_of_float(k
     (found,) = Copier([destination], [source]).run()
     assert torch.equal(bits(destination), bits(source.to(dtype)))
     assert found == wordsum(dense_bytes(destination))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@settings(max_examples=40)
+@given(rows=st.integers(1, 5), columns=st.integers(1, 5000), skip=st.integers(0, 3))
+def test_strided_casts_are_summed_as_they_are_written(dtype, rows, columns, skip):
+    source = torch.randn(rows, columns + skip)[:, skip:]
+    destination = torch.zeros(rows, columns + skip, dtype=dtype)[:, :columns]
+    (found,) = Copier([destination], [source]).run()
+    assert torch.equal(destination, source.to(dtype))
+    assert found == oracle(contents(destination))
 
 
 def test_what_the_kernel_cannot_do_is_done_by_torch_with_the_same_sums(kernels):

@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 
 from operators.engine.native import attention as engine
-from transport.compile import PROCESSOR, compiled
+from transport.compile import PROCESSOR, compiled, compilers_caches
 from transport.native import build as transport
 
 KERNELS = {
@@ -25,9 +25,15 @@ KERNELS = {
     "differences": ((Path(transport.__file__).with_name("delta.c"),), transport.FLAGS),
     "engine": (tuple(engine.FOLDER / name for name in engine.SOURCES), (*engine.FLAGS, "-fopenmp")),
 }
+
+
 LEVELS = ["x86-64", "sandybridge", "x86-64-v3", "x86-64-v4"]
+
+
 """Integers have vectors of 16 bytes twice, without AVX and with it, of 32 with AVX2, of 64 with
 AVX-512."""
+
+
 GCC = shutil.which("gcc")
 
 
@@ -128,6 +134,19 @@ def no_cache(request, tmp_path, source, monkeypatch):
     return tmp_path / f"dataflow-rl-{os.getuid()}"
 
 
+def test_where_the_cache_folder_takes_no_files_kernels_are_compiled_into_another_once(
+    no_cache, source, monkeypatch
+):
+    assert compiled.__wrapped__((source,), (("-O1",),)) is not None
+    (made,) = no_cache.glob("wide-*.so")
+    monkeypatch.setattr(subprocess, "run", lambda *_, **__: pytest.fail("it is compiled again"))
+    assert compiled.__wrapped__((source,), (("-O1",),)) is not None
+    assert compilers_caches() == {
+        "TRITON_CACHE_DIR": f"{made.parent}/triton",
+        "TORCHINDUCTOR_CACHE_DIR": f"{made.parent}/inductor",
+    }
+
+
 def test_nothing_is_run_from_a_folder_that_others_could_write(no_cache, source, monkeypatch):
     compiled.__wrapped__((source,), (("-O1",),))
     no_cache.chmod(0o777)
@@ -157,6 +176,12 @@ def test_kernels_that_are_off_are_told_of_with_the_reason(
         and told[0].startswith("kernels in C are off, and slower ways are taken")
         and why in told[0]
     )
+
+
+def test_a_compiler_that_knows_less_is_told_of_too(source, monkeypatch):
+    monkeypatch.setattr("transport.compile.NOTES", told := list[str]())
+    assert compiled.__wrapped__((source,), (("-fno-such-flag",), ("-O1",))) is not None
+    assert "compiles wide.c with -O1 alone, and it is slower" in told[0]
 
 
 def test_a_library_that_is_damaged_is_made_again(source, tmp_path):

@@ -18,6 +18,7 @@ from operators.models.folders import ModelError
 
 pytestmark = pytest.mark.skipif(library() is None, reason="no C compiler at hand")
 
+
 LLAMA3_ROPE = {
     "rope_type": "llama3",
     "factor": 8.0,
@@ -26,7 +27,11 @@ LLAMA3_ROPE = {
     "original_max_position_embeddings": 32,
     "rope_theta": 1000.0,
 }
+
+
 ONE = {"num_key_value_heads": 1}
+
+
 MODELS = {
     "llama": ("llama", {}),
     "llama with biases": ("llama", {"attention_bias": True, "mlp_bias": True}),
@@ -47,7 +52,11 @@ MODELS = {
     "mistral": ("mistral", {}),
     "mistral, wide window": ("mistral", {"sliding_window": 40}),
 }
+
+
 NOTHING = (torch.empty(0, dtype=torch.int64),) * 2
+
+
 EMPTY = SimpleNamespace(
     positions=NOTHING[0],
     longest=0,
@@ -350,3 +359,8 @@ def test_tokens_and_positions_out_of_range_are_refused_before_anything_is_writte
         with pytest.raises(ModelError, match="row 0 is out of range"):
             step(torch.tensor([token]), positions, cache, layout)
     assert all(not side.any() for both in cache.layers for side in both)
+
+
+def test_no_rows_have_no_logits(make_model):
+    step = FusedStep(make_model())
+    assert step(*NOTHING, KVCache(1), EMPTY).shape == (0, step.vocabulary)

@@ -97,6 +97,48 @@ def test_twenty_versions_are_taken_by_both_ranks_byte_for_byte_between_steps(exe
 
 
 @pytest.mark.slow
+def test_slices_by_rows_are_views_of_the_trainers_memory_and_only_slices_by_columns_are_copied(rig):
+    ranks = rig()
+    for version in (1, 2):
+        ranks.publish(version)
+        ranks.take()
+        mapped = ranks.opens.end[0]._attached._inside
+        buffer = mapped.segment.buffer
+        begin, end = buffer.data_ptr(), buffer.data_ptr() + buffer.numel()
+        copied = {
+            name
+            for name, shard in ranks.shards.items()
+            if not begin <= shard.local.data_ptr() < end
+        }
+        assert copied == {name for name in ranks.shapes if "o_proj" in name or "down_proj" in name}
+        assert sum(target.nbytes for target, _ in mapped.copies) == sum(
+            ranks.shards[n].local.nbytes for n in copied
+        )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("executor", ["shared_memory", "gloo"])
+def test_a_version_that_appears_while_ranks_enter_another_is_the_next_one_for_all(executor, rig):
+    ranks = rig(executor=executor)
+    ranks.publish(1)
+    ranks.offered()
+    enter = ranks.reader._enter
+
+    def enter_late(*told: Any) -> Any:
+        ranks.reader._enter = enter
+        ranks.publish(7)
+        time.sleep(0.2)  # it may come
+        return enter(*told)
+
+    ranks.reader._enter = enter_late
+    assert ranks.reader.adopt() == 1
+    ranks.engine.adopted(1)
+    ranks.assert_slices(1)
+    assert ranks.take() == 7
+    ranks.assert_slices(7)
+
+
+@pytest.mark.slow
 def test_a_version_that_one_rank_cannot_enter_is_taken_by_none_and_the_next_by_all(rig):
     ranks = rig()
     ranks.publish(1)
@@ -171,6 +213,47 @@ def test_a_rank_that_is_killed_is_named_at_the_next_version_and_holds_the_traine
     ranks.opens.end[0].close()
     for version in (3, 4, 5):
         ranks.publish(version)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("executor", ["shared_memory", "gloo"])
+def test_a_rank_that_is_frozen_is_named_when_the_time_out_has_passed(executor, rig):
+    ranks = rig(timeout_s=2.0, executor=executor)
+    ranks.publish(1)
+    ranks.offered()
+    pid = ranks.engine._exchange.team._processes[1].pid
+    os.kill(pid, signal.SIGSTOP)
+    with pytest.raises(DeadlineError, match=rf"waited 2 s for 'entry' of rank 1 \(pid {pid}\)"):
+        ranks.reader.adopt()
+
+
+@pytest.mark.slow
+def test_ranks_keep_their_version_when_the_trainer_is_killed_and_take_the_next_trainers(rig):
+    ranks = rig(slots=2)
+    process, done = trainer(ranks, 1, 2)
+    try:
+        while ranks.reader.version < 2:
+            ranks.take()
+        assert done.wait(WAIT_S)
+    finally:
+        end(process)
+    ranks.engine.step([start()])
+    ranks.assert_slices(2)
+    ranks.publish(9)
+    assert ranks.take() == 9
+    ranks.assert_slices(9)
+    ranks.engine.step()
+
+
+@pytest.mark.slow
+def test_a_rank_of_another_version_ends_the_run_before_it_answers(rig):
+    ranks = rig(slots=2)
+    ranks.publish(1)
+    ranks.take()
+    ranks.engine.step([start()])
+    ranks.engine._engine.version = 2
+    with pytest.raises(WorkerDied, match="rank 1 is not in step with rank 0"):
+        ranks.engine.step()
 
 
 @pytest.mark.parametrize("executor", ["shared_memory", "gloo"])

@@ -4,6 +4,8 @@ drawn.
 
 from __future__ import annotations
 
+import os
+import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -14,6 +16,7 @@ from replaying import drive
 from slices_rig import Rig, assert_slices
 from test_two_ranks import assert_alike, groups, take
 
+from dataflow.errors import WorkerDied
 from dataflow.limits import Limits
 from dataflow.runtime import Context
 from operators.engine.decode import put_aside
@@ -119,6 +122,29 @@ def test_rollouts_go_on_after_all_ranks_slept_with_the_tokens_they_would_have_dr
     assert_slices(ranks.engine, newer[2], 2)
 
 
+@pytest.mark.slow
+def test_frozen_ranks_put_their_slices_into_a_file_each_and_take_them_back(
+    declare: Any, frozen: Any, tmp_path: Path
+) -> None:
+    built = frozen(declare("llama"), aside=tmp_path)
+    engine, pid = built.engine, built.ranks.team._processes[1].pid
+    expected = drive(engine, groups())
+    weights = ReadWeights(None, {}, tmp_path, built.ranks)
+    weights.sleep(put_aside(built.native))
+    own = sum(shard.local.nbytes for shard in engine.shards.values())
+    assert [own <= size < 1.1 * own for size in asleep_bytes(pid)] == [True], "half of the model"
+    weights.wake()
+    version = weights.take()
+    assert version == 0
+    engine.adopted(version)
+    found = drive(engine, groups())
+    assert_alike(found, expected)
+    assert all(
+        found[each]["logprobs"].tolist() == row["logprobs"].tolist()
+        for each, row in expected.items()
+    )
+
+
 @pytest.mark.gpu
 def test_two_gpus_are_empty_while_their_ranks_sleep(
     declare: Any, frozen: Any, tmp_path: Path
@@ -140,6 +166,23 @@ def test_two_gpus_are_empty_while_their_ranks_sleep(
     assert version == 0
     built.engine.adopted(version)
     assert_alike(drive(built.engine, groups()), expected)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("when", ["sleep", "wake"])
+def test_a_rank_that_dies_in_a_turn_is_named(
+    when: str, declare: Any, frozen: Any, tmp_path: Path
+) -> None:
+    built = frozen(declare("llama"), aside=tmp_path)
+    weights, pid = ReadWeights(None, {}, tmp_path, built.ranks), built.ranks.team._processes[1].pid
+    if when == "wake":
+        weights.sleep(put_aside(built.native))
+    os.kill(pid, signal.SIGKILL)
+    with pytest.raises(
+        WorkerDied,
+        match=rf"rank 1 of 'generator' \(pid {pid}\) ended by signal 9 .* in (a {when}|its moved)",
+    ):
+        weights.wake() if when == "wake" else weights.sleep(put_aside(built.native))
 
 
 def test_what_one_rank_does_not_find_again_no_rank_takes(

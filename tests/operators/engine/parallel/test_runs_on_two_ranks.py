@@ -28,12 +28,38 @@ pytestmark = [
 ]
 
 
+def first_step(result: Any) -> list[Any]:
+    return list(RunFolder.open(result.folder).rollouts_of().read(1).column("tokens").to_pylist())
+
+
 def tokens(result: Any, step: int) -> dict[int, list[int]]:
     """By rollout: in which order a step has them depends on which group was complete first."""
     rows = RunFolder.open(result.folder).rollouts_of().read(step)
     return dict(
         zip(rows.column("rollout_id").to_pylist(), rows.column("tokens").to_pylist(), strict=True)
     )
+
+
+def test_a_run_on_two_ranks_samples_what_one_rank_samples_and_takes_every_version(
+    folder: Path, tmp_path: Path
+) -> None:
+    results = [
+        run(
+            tiny_graph(folder, max_staleness=0, generator_knobs={"tensor_parallel": ranks}),
+            steps=3,
+            seed=1,
+            runs=tmp_path / str(ranks),
+            quiet=True,
+        )
+        for ranks in (1, 2)
+    ]
+    assert [result.steps for result in results] == [3, 3]
+    assert results[1].verdict.clean, results[1].verdict.line
+    assert first_step(results[0]) == first_step(results[1])
+    versions = (
+        RunFolder.open(results[1].folder).rollouts_of().read(3).column("versions").to_pylist()
+    )
+    assert {max(row) for row in versions} == {2}
 
 
 def losing_rank_1(graph: Graph, told: Path, times: int, after: int) -> Graph:

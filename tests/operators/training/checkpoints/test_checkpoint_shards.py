@@ -17,7 +17,7 @@ from trainer_rig import Tokenizer, tiny_learner, tiny_llama, tiny_trainer
 from transformers import AutoModelForCausalLM
 
 from dataflow import Model
-from dataflow.errors import RunError
+from dataflow.errors import DeadlineError, RunError
 from dataflow.system.files import RunFolderError
 from operators import Trainer
 from operators.training.checkpoints import checkpoint, shards
@@ -77,6 +77,21 @@ def test_what_some_ranks_wrote_others_go_on_from_with_the_same_numbers(
         assert all(torch.equal(found[name], state[name]) for name in state)
         assert all(
             torch.allclose(found[f"after/{name}"], after[name], rtol=0, atol=1e-6) for name in after
+        )
+
+
+@pytest.mark.slow
+def test_other_ranks_go_on_from_the_weights_that_the_files_have_rounded(straight, tmp_path):
+    (tmp_path / "checkpoint").mkdir()
+    ranks_do("save bfloat16", (1, 2, 2), tmp_path / "checkpoint")
+    saved = load_file(tmp_path / "checkpoint" / "model.safetensors")
+    assert {tensor.dtype for tensor in saved.values()} == {torch.bfloat16}
+    for mesh in ((1, 2, 1), (1, 1, 1)):
+        ranks_do("go_on", mesh, tmp_path / "checkpoint")
+        found = load_file(loaded(tmp_path / "checkpoint", mesh))
+        assert all(
+            torch.allclose(found[f"after/{name}"], straight[2][name], rtol=0, atol=1e-6)
+            for name in straight[2]
         )
 
 
@@ -177,6 +192,11 @@ def test_rank_0_tells_why_another_rank_has_no_shard(tmp_path):
     )
     with pytest.raises(RunFolderError, match="No space left"):
         shards.wait_for(tmp_path, 2, 60.0)
+
+
+def test_rank_0_does_not_wait_for_ever(tmp_path):
+    with pytest.raises(DeadlineError, match=r"waited 0 s for the shards of ranks \[0, 1\]"):
+        shards.wait_for(tmp_path, 2, 0.0)
 
 
 def test_a_module_with_adapters_leaves_its_adapters_alone(tmp_path):

@@ -22,6 +22,7 @@ from trainer_rig import Clock, group
 
 from dataflow.folder.checkpoints import MARKER, TEMPORARY
 from dataflow.folder.ledger import Ledger
+from dataflow.folder.retention import surplus
 from dataflow.folder.run_folder import RunFolder
 from dataflow.history.verify import verify
 from operators.losses import value_loss
@@ -32,7 +33,11 @@ from operators.training.learner import build
 from operators.training.learner.memory import OffloadedLearner
 
 WITHIN_S = 30.0
+
+
 """On a clock that goes on by a second with each reading: of several steps."""
+
+
 DISK_S = 60.0
 
 
@@ -190,6 +195,31 @@ def test_of_those_that_stay_the_newest_do_and_the_one_that_a_replay_of_the_last_
     assert same(again.state(), had) and verify(folder.path).clean
 
 
+def test_the_oldest_multiples_go_and_nothing_that_was_asked_for():
+    known = {"every": 5, "last": 32, "keep_steps": None}
+    assert surplus(staying=[5, 10, 12, 15, 20, 32], most=2, **known) == [5, 10]
+    assert surplus(staying=[5, 10, 12], most=2, **known) == []
+    assert surplus(staying=[5, 10, 15, 20, 25, 30], most=1, **known | {"keep_steps": 15}) == [
+        5,
+        10,
+        25,
+    ]
+    assert surplus(staying=[5, 10, 12, 20, 30], most=1, **known | {"keep_steps": 19}) == [5, 10]
+
+
+def test_the_seconds_of_writing_one_are_told_where_those_of_the_others_are(policy, tmp_path):
+    folder = run_folder(tmp_path)
+    life = live(folder, declared(policy, recover_within_s=1.0, checkpoint_every=4), range(10))
+    life.end()
+    assert [line["step"] for line in folder.read_metrics() if "seconds_checkpoint" in line] == [
+        1,
+        2,
+        3,
+        4,
+        5,
+    ]
+
+
 @pytest.mark.parametrize(
     "ends", ["with its steps", "drained", "at the end of its rows", "drained after a resume"]
 )
@@ -208,6 +238,20 @@ def test_the_last_checkpoint_stays_even_where_it_was_left_to_recover_from(policy
     with Ledger.open(folder.ledger) as ledger:
         rows = ledger._db.execute("SELECT step FROM steps WHERE checkpoint IS NOT NULL").fetchall()
     assert rows == [(3,)]
+
+
+def test_what_is_made_again_counts_too(policy, tmp_path):
+    """So that a trainer that dies again and again comes forward."""
+    folder = run_folder(tmp_path, 40)
+    die(live(folder, declared(policy, recover_within_s=float("inf")), range(40)))
+    again = Life(folder, declared(policy, recover_within_s=WITHIN_S), clock=Clock())
+    for status in again.work():
+        written(again)
+        if status.get("catching_up") == 4:
+            break
+    die(again)
+    (kept,) = folder.checkpoints.steps()
+    assert 8 < kept <= 16
 
 
 def test_training_never_waits_for_one_that_is_being_written(policy, tmp_path, monkeypatch):
@@ -298,6 +342,38 @@ def test_one_that_would_leave_too_little_room_for_rollouts_and_ledger_is_not_beg
     assert folder.checkpoints.steps() == [3], "one that was asked for is tried all the same"
 
 
+def test_the_room_that_is_asked_for_is_about_what_a_checkpoint_takes(policy, tmp_path):
+    life = live(run_folder(tmp_path), declared(policy, recover_within_s=1.0), range(2))
+    written(life)
+    place = life.folder.checkpoints.folder(1)
+    taken = sum(path.stat().st_size for path in place.rglob("*.safetensors"))
+    life.end()
+    assert 0.8 * taken < checkpoint.nbytes(life.runtime._learner) <= taken
+
+
+def test_an_old_one_that_cannot_be_removed_is_a_warning_and_goes_later(
+    policy, tmp_path, monkeypatch
+):
+    folder, remove = run_folder(tmp_path), shutil.rmtree
+
+    def refuse(place: Path, *given: Any, **named: Any) -> None:
+        if str(place).endswith(".removed"):
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        remove(place, *given, **named)
+
+    monkeypatch.setattr(shutil, "rmtree", refuse)
+    life = live(folder, declared(policy, recover_within_s=1.0), range(4))
+    assert "temporary checkpoint not removed" in life.log
+    assert life.runtime.status()["step"] == 2 and folder.checkpoints.steps() == [2]
+    monkeypatch.undo()
+    monkeypatch.setattr(saving, "DEAR", 0.0)
+    life.push(group(4), group(5))
+    for _ in life.work():
+        written(life)
+    life.end()
+    assert [path.name for path in folder.checkpoints.path.iterdir()] == ["step-000003"]
+
+
 # Parked state, and ranks
 
 
@@ -321,6 +397,31 @@ def test_an_offloading_trainer_that_catches_up_leaves_whole_checkpoints(
     assert same(third.state(), plain.state())
     third.end()
     plain.end()
+
+
+def test_an_offloading_trainer_that_caught_up_tries_its_last_checkpoint_again(
+    policy, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(
+        build, "OffloadedLearner", lambda learner, aside: OffloadedLearner(learner, tmp_path)
+    )
+    folder, left = run_folder(tmp_path), [OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))]
+    die(live(folder, declared(policy, recover_within_s=float("inf")), range(4)))
+    write = checkpoint.StagedState.write
+
+    def refuse_once(self: checkpoint.StagedState, folder: Path, tokenizer: Any, facts: Any) -> None:
+        with checkpoint.shards.explained(folder / "model.safetensors"):
+            while left:
+                raise left.pop()
+        write(self, folder, tokenizer, facts)
+
+    monkeypatch.setattr(checkpoint.StagedState, "write", refuse_once)
+    again = live(folder, declared(policy, offload=True), range(0), steps=2)
+    assert "checkpoint not written" in again.log and again.runtime.status()["done"] == 1
+    again.end()
+    third = Life(folder, declared(policy), steps=2)
+    assert same(third.state(), live(run_folder(tmp_path), declared(policy), range(4)).state())
+    third.end()
 
 
 @in_a_fork

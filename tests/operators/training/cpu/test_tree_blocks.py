@@ -57,7 +57,25 @@ def test_a_node_sees_itself_and_its_ancestors(long_row, rows, share):
         assert _seen(positions) == _paths(positions)
 
 
+def test_a_prefix_that_groups_have_in_common_asks_once():
+    system = list(range(40))
+    rows = [
+        system + [100 + group] * 9 + [200 + rollout] * 6
+        for group in range(8)
+        for rollout in range(4)
+    ]
+    positions = _positions(rows)
+    blocks, _ = attention_blocks(positions)
+    asked = sum(block.queries_B_Q.size * block.keys_B_K.shape[1] for block in blocks)
+    assert len(positions) == 40 + 8 * 9 + 32 * 5
+    assert asked < len(rows) * len(rows[0]) ** 2 / 3
+
+
 def test_a_long_row_of_its_own_needs_no_mask():
     blocks, back = attention_blocks(np.arange(2000))
     assert [(block.queries_B_Q.shape, block.is_causal) for block in blocks] == [((1, 2000), True)]
     assert back.tolist() == list(range(2000))
+
+
+def test_an_empty_tree_has_no_blocks():
+    assert attention_blocks(np.zeros(0, np.int64))[0] == ()

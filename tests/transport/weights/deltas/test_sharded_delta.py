@@ -6,20 +6,30 @@ from functools import partial
 
 import pytest
 import torch
+from msgspec import structs
 
-from transport.weights import Layout, Mesh
+from transport.weights import Layout, Mesh, ShardedWriter, WeightError
+from transport.weights.deltas import ends
 from transport.weights.deltas.delta import Delta
 from transport.weights.deltas.ends import DeltaReader, DeltaWriter
 from transport.weights.deltas.recoding import Patch
+from transport.weights.protocol.messages import CODEC, FormGroup
 
+from ..sharded_rig import FAST, Trainer, shards, until
 from ..sharded_rig import Group as AnyGroup
-from ..sharded_rig import Trainer, shards, until
 
 Group = partial(AnyGroup, kind=DeltaReader)
 
+
 SLOW = 1e7
+
+
 """Bytes per second."""
+
+
 SLOWLY = partial(DeltaWriter, link_bytes_per_s=SLOW)
+
+
 MODEL = {
     "embed": ((257, 33), "float32"),
     "q": ((96, 64), "float32"),
@@ -28,9 +38,17 @@ MODEL = {
     "norm": ((13,), "float32"),
     "steps": ((3,), "int64"),
 }
+
+
 CUTS = {"embed": 0, "q": 0, "k": 0, "out": 1}
+
+
 SOURCE = Layout.fsdp(MODEL, 2)
+
+
 TARGET = Layout.cut(MODEL, Mesh.of(2), lambda name: (CUTS.get(name),)).fused("qk", ["q", "k"])
+
+
 BUCKET = 8192
 
 
@@ -144,6 +162,26 @@ def test_every_rank_gets_every_bit_of_ten_versions_for_a_fraction_of_the_bytes(r
     group.close()
 
 
+def test_without_a_link_speed_every_version_is_sent_in_full(address):
+    run, group = Run(address, kind=ShardedWriter), Group(TARGET, address)
+    run.give(1, group)
+    whole = run.sent()
+    for version in (2, 3):
+        run.give(version, group)
+        assert run.sent() == whole
+    group.close()
+    run.trainer.close()
+
+
+def test_where_everything_changed_everything_is_sent(run, group):
+    run.give(1, group)
+    whole = run.sent()
+    run.give(2, group, share=1.0)
+    assert run.sent() == whole
+    run.give(3, group)
+    assert run.sent() < whole / 5
+
+
 def test_a_late_group_gets_all_at_first_and_deltas_from_then_on(run, group, address):
     for version in (1, 2, 3):
         run.give(version, group)
@@ -155,6 +193,35 @@ def test_a_late_group_gets_all_at_first_and_deltas_from_then_on(run, group, addr
         run.give(version, group, late)
         assert run.sent("generator-1") < whole / 5
     late.close()
+
+
+def test_a_group_whose_version_is_not_at_hand_any_more_gets_all(run, group):
+    run.give(1, group)
+    whole = run.sent()
+    run.publish(2)
+    until(lambda: all(reader.poll() for reader in group.readers))
+    assert run.sent() < whole / 5
+    tensors = [run.publish(version) for version in (3, 4)][-1]
+    assert all(each._staging.versions() == {3, 4} for each in run.trainer.writers)
+    until(lambda: run.trainer.writers[0]._coordinator.newest == 4)
+    until(lambda: group.versions == {4}, group)
+    assert_bits(group, tensors)
+    assert run.sent() == whole
+    run.give(5, group)
+    assert run.sent() < whole / 5
+
+
+def test_a_reader_that_comes_back_gets_all_again(run, group):
+    run.give(1, group)
+    whole = run.sent()
+    with group.readers[1]._control.changed:
+        epoch = group.readers[1].epoch
+        group.readers[1]._control.act([group.readers[1]._member.leaving()])
+    until(lambda: all(reader.epoch > epoch for reader in group.readers))
+    run.give(2, group)
+    assert run.sent() == whole
+    run.give(3, group)
+    assert run.sent() < whole / 5
 
 
 def test_a_damaged_delta_is_refused_the_old_version_kept_and_the_next_one_taken(
@@ -209,6 +276,22 @@ def test_a_byte_flipped_where_a_delta_has_been_put_together_is_found(run, group,
     run.give(3, group)
 
 
+def test_a_damaged_delta_is_refused_even_where_nothing_is_left_but_zeros(address, monkeypatch):
+    layout = Layout.whole({"a": ((4096,), "float32")})
+    trainer, group = Trainer(layout, address, SLOWLY), Group(layout, address)
+    values = torch.zeros(4096)
+    values[::512] = 1.0
+    trainer.writers[0].publish(1, {"a": values})
+    until(lambda: group.versions == {1}, group)
+    to_bytes = Delta.to_bytes
+    monkeypatch.setattr(Delta, "to_bytes", lambda delta: to_bytes(delta).bitwise_xor_(1))
+    trainer.writers[0].publish(2, {"a": torch.zeros(4096)})
+    until(lambda: group.readers[0].refused, group)
+    assert torch.equal(group.tensors[0]["a"].detach(), values)
+    group.close()
+    trainer.close()
+
+
 def test_weights_that_their_owner_changes_are_no_base_and_from_then_on_all_is_sent(run, group):
     run.give(1, group)
     spoil(group)
@@ -256,3 +339,44 @@ def assert_numbers(group: AnyGroup, tensors: dict[str, torch.Tensor]) -> None:
     for rank, mine in enumerate(group.tensors):
         for name, wanted in shards(group.layout, rank, tensors).items():
             assert torch.equal(mine[name].detach().nan_to_num(7.0), wanted.nan_to_num(7.0)), name
+
+
+def test_a_version_stays_while_deltas_on_it_are_made_and_a_newer_one_waits(address, monkeypatch):
+    run, group = Run(address, Layout.whole(MODEL)), Group(TARGET, address)
+    run.give(1, group)
+    made, published = ends.changes, []
+
+    def publish_meanwhile(*arguments):
+        found = made(*arguments)
+        if not published:
+            published.append(run.trainer.writers[0].publish(3, run.weights.full))
+        return found
+
+    monkeypatch.setattr(ends, "changes", publish_meanwhile)
+    tensors = run.publish(2)
+    until(lambda: group.versions == {2}, group)
+    assert published == [False] and run.trainer.writers[0].pending == 3
+    assert_bits(group, tensors)
+    until(lambda: group.versions == {3}, run.trainer, group)
+    group.close()
+    run.trainer.close()
+
+
+def test_borrowed_tensors_have_no_deltas(address):
+    with pytest.raises(WeightError, match="take hold='snapshot'"):
+        Trainer(SOURCE, address, SLOWLY, hold="until_settle", deadlines=FAST)
+
+
+def test_both_ends_are_told_whether_there_are_deltas():
+    form = FormGroup(
+        epoch=1,
+        group="g",
+        ranks=1,
+        sources=1,
+        layout={},
+        store="s",
+        backend="gloo",
+        bucket_bytes=1,
+    )
+    assert not form.deltas
+    assert CODEC.decode(CODEC.encode(structs.replace(form, deltas=True))).deltas

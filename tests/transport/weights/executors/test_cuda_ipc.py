@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from transport.weights import (
+    AddressTaken,
     ChecksumMismatch,
     FlatLayout,
     MessageError,
@@ -25,10 +26,11 @@ from transport.weights.executors.cuda_memory import CudaMemory
 from transport.weights.executors.device_memory import HostMemory
 
 from .. import programs
-from ..conftest import parameters, values
+from ..conftest import leftovers, parameters, values
 from ..programs import LAYOUT, PACE, model
 
 pytestmark = pytest.mark.usefixtures("clean_shm")
+
 
 SMALL = FlatLayout.of(parameters())
 
@@ -85,6 +87,12 @@ def adopted(writer, reader, version):
         writer.poll()
         if reader.poll():
             reader.adopt()
+
+
+def test_a_gpu_without_a_number_is_the_one_that_is_current(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
+    found = [str(device_memory.numbered(each)) for each in ("cuda", "cuda:1", torch.device("cpu"))]
+    assert found == ["cuda:3", "cuda:1", "cpu"]
 
 
 def test_a_closed_writers_buffer_stays_whole_until_its_reader_has_closed_it(site, memory):
@@ -188,6 +196,17 @@ def test_a_handle_that_cannot_be_read_is_an_error(site):
     reader.close()
 
 
+def test_the_site_travels_to_other_processes(site):
+    from multiprocessing.reduction import ForkingPickler
+
+    other = ForkingPickler.loads(ForkingPickler.dumps(site))
+    assert (other.address, other.device, other.site.place.folder) == (
+        site.address,
+        site.device,
+        site.site.place.folder,
+    )
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_without_a_driver_the_error_names_the_executor_to_use(tmp_path):
     with pytest.raises(
@@ -217,6 +236,18 @@ def publish(writer, version, device="cpu"):
     until(writer, lambda: writer.pending is None)
 
 
+class Stuck(HostMemory):
+    """A device that does not finish what it writes the second time."""
+
+    writes = 0
+
+    def written(self, buffer):
+        self.writes += 1
+        if self.writes == 2:
+            (self.folder / "stuck").touch()
+            time.sleep(programs.DEADLINE_S)
+
+
 def linger(address, folder):
     """A generator whose device never finishes its first transfer; on a GPU without a folder."""
     if folder is None:
@@ -229,6 +260,17 @@ def linger(address, folder):
     reader = WeightReader(CudaIpc(address, memory=memory), "victim", adopt="copy", pace=PACE)
     reader.attach(mine)
     reader.wait(1, timeout_s=programs.DEADLINE_S)
+
+
+def stop_in_a_publish(address, folder):
+    """A trainer that publishes version 1, is heard, and stops in version 2 before the device has
+    written it.
+    """
+    writer = WeightWriter(LAYOUT, CudaIpc(address, memory=Stuck(folder)), pace=PACE)
+    writer.publish(1, model(1))
+    while not any(status.version == 1 for status in writer.readers):
+        writer.poll()
+    writer.publish(2, model(2))
 
 
 def on_gpu(program, *arguments):
@@ -260,6 +302,88 @@ def train(address):
     while time.monotonic() < deadline:
         writer.poll()
         time.sleep(0.001)
+
+
+@pytest.mark.slow
+def test_no_reader_in_another_process_serves_a_mixture(start, site):
+    last = 20
+    with closing(WeightWriter(LAYOUT, site, pace=PACE)) as writer:
+        children = [start(programs.serve, site, adopt, adopt, last) for adopt in ("view", "copy")]
+        until(writer, lambda: len(writer.readers) == 2)
+        for version in range(1, last + 1):
+            writer.publish(version, model(version))
+        for child in children:
+            until(writer, lambda child=child: child.exitcode is not None)
+        assert [child.exitcode for child in children] == [0, 0]
+
+
+def test_a_reader_killed_in_a_transfer_holds_nobody_up_and_no_lease(start, site, memory):
+    with closing(WeightWriter(LAYOUT, site, pace=PACE)) as writer:
+        victim, other = (
+            start(linger, site.address, memory.folder),
+            start(programs.serve, site, "other", "view", 9),
+        )
+        until(writer, lambda: len(writer.readers) == 2)
+        publish(writer, 1)
+        until(
+            writer, lambda: holds(writer, "other", 1) and status(writer, "victim").state == "taking"
+        )
+        os.kill(victim.pid, signal.SIGKILL)
+        for version in range(2, 10):
+            publish(writer, version)
+        until(writer, lambda: other.exitcode is not None)
+        assert (other.exitcode, writer.segments) == (0, (2, 0))
+    victim.join(10)
+    device_memory.departing.release()
+    assert buffers(memory) == 0
+
+
+def test_a_frozen_readers_memory_is_kept_for_it_and_goes_when_it_has_left(start, site, memory):
+    with closing(WeightWriter(LAYOUT, site, pace=PACE)) as writer:
+        frozen, other = (
+            start(programs.serve, site, name, "view", 9) for name in ("frozen", "other")
+        )
+        publish(writer, 1)
+        until(writer, lambda: holds(writer, "frozen", 1) and holds(writer, "other", 1))
+        os.kill(frozen.pid, signal.SIGSTOP)
+        for version in range(2, 9):
+            publish(writer, version)
+            until(writer, lambda version=version: holds(writer, "other", version))
+        assert (writer.segments, buffers(memory)) == ((2, 1), 3)
+        os.kill(frozen.pid, signal.SIGCONT)
+        until(writer, lambda: holds(writer, "frozen", 8))
+        publish(writer, 9)
+        until(writer, lambda: frozen.exitcode is not None and other.exitcode is not None)
+        assert (frozen.exitcode, other.exitcode) == (0, 0)
+        until(writer, lambda: (writer.segments, buffers(memory)) == ((2, 0), 2))
+
+
+def test_a_trainer_killed_in_a_publish_leaves_its_last_version_and_the_next_one_sweeps(
+    start, site, memory
+):
+    trainer = start(stop_in_a_publish, site.address, memory.folder)
+    mine = model()
+    with closing(WeightReader(site, "generator", pace=PACE)) as reader:
+        reader.attach(mine)
+        reader.wait(1, timeout_s=programs.DEADLINE_S)
+        deadline = time.monotonic() + programs.DEADLINE_S
+        while not (memory.folder / "stuck").exists() and time.monotonic() < deadline:
+            reader.poll()
+        assert reader.version == 1 and values(mine) == {1}
+        with pytest.raises(AddressTaken, match=f"process {trainer.pid} alive"):
+            site.sweep()
+        os.kill(trainer.pid, signal.SIGKILL)
+        trainer.join(10)
+        assert (reader.version, values(mine)) == (1, {1})
+        assert len(leftovers(site.address)) == 4
+        with closing(WeightWriter(LAYOUT, site, pace=PACE)) as writer:
+            assert not leftovers(site.address)
+            writer.publish(1, model(7))
+            while values({"t0": mine["t0"]}) != {7} and time.monotonic() < deadline:
+                writer.poll()
+                if reader.poll():
+                    reader.adopt()
+            assert values(mine) == {7}
 
 
 @pytest.fixture

@@ -7,10 +7,12 @@ import pytest
 import torch
 
 from transport.weights import SegmentError
-from transport.weights.executors.cuda_driver import OUT_OF_MEMORY, PAGE_BYTES, Driver
-from transport.weights.executors.cuda_memory import CudaMemory
+from transport.weights.executors.cuda_driver import OUT_OF_MEMORY, PAGE_BYTES, Driver, DriverError
+from transport.weights.executors.cuda_memory import CudaMemory, _Block
 
 GPUS = [bytes([index]) + bytes(14) + b"\xff" for index in (7, 8)]
+
+
 INVALID = 400
 
 
@@ -154,6 +156,13 @@ def test_a_gpu_that_the_reader_does_not_see_is_an_error_that_names_the_variable(
         make(Library(GPUS[:1])).open(handle)
 
 
+def test_a_process_is_told_to_use_a_hub_for_its_own_memory(library, make):
+    memory = make(library)
+    buffer = memory.allocate(64)
+    with pytest.raises(SegmentError, match="give both a Hub"):
+        memory.open(memory.export(buffer))
+
+
 def test_a_handle_that_the_driver_refuses_is_an_error_with_the_drivers_name_for_it(library, make):
     memory = make(library)
     handle = elsewhere(memory.export(memory.allocate(64)))
@@ -182,9 +191,26 @@ def test_a_full_gpu_is_tried_again_once_torch_has_given_back_what_it_keeps(
         make(library).allocate(64)
 
 
+def test_giving_back_after_a_fault_on_the_gpu_is_quiet(library):
+    driver = Driver(library)
+    library.fail["cuMemFree_v2"] = [INVALID]
+    block = _Block(driver.allocate(0, 64), 64, driver.free, 0)
+    del block
+    gc.collect()
+    assert library.calls.count("cuMemFree_v2") == 1 and library.stack == []
+
+
 def test_a_driver_that_does_not_start_is_an_error_that_names_another_executor(library):
     library.fail["cuInit"] = [100]
     with pytest.raises(
         SegmentError, match=r"found cuInit: CUDA_ERROR_100 \(100\); use SharedMemory"
     ):
         Driver(library)
+
+
+def test_every_failed_call_tells_its_name_and_code(library):
+    driver = Driver(library)
+    library.fail["cuMemAlloc_v2"] = [INVALID]
+    with pytest.raises(DriverError, match=r"cuMemAlloc_v2: CUDA_ERROR_400 \(400\)") as caught:
+        driver.allocate(0, 64)
+    assert caught.value.code == INVALID

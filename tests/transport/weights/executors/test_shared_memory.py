@@ -23,11 +23,12 @@ from transport.weights import (
     WeightWriter,
 )
 from transport.weights.memory import buffers
-from transport.weights.protocol.messages import Upcoming
+from transport.weights.protocol.messages import CODEC, Offer, Upcoming
 
 from ..conftest import leftovers, parameters, values
 
 pytestmark = pytest.mark.usefixtures("clean_shm")
+
 
 LAYOUT = FlatLayout.of(parameters())
 
@@ -182,6 +183,38 @@ def test_what_is_no_message_changes_nothing_at_a_reader_and_is_told_once(address
         assert reader.poll() is None
     assert len(told) == 1
     router.close()
+
+
+def test_an_offer_of_an_epoch_that_is_not_the_readers_is_ignored(address, reader):
+    router = zmq.Context.instance().socket(zmq.ROUTER)
+    router.bind(address)
+    reader.poll()
+    peer, _ = router.recv_multipart()
+    router.send_multipart([peer, CODEC.encode(Offer(epoch=9, version=1, segment="x", sums=b""))])
+    reader.socket.poll(5000)
+    assert reader.poll() is None
+    router.close()
+
+
+def test_a_killed_writers_segments_can_be_swept(address):
+    site = SharedMemory(address)
+    for name in ("one", "two"):
+        (site.place.folder / f"{site.place.prefix}{name}").write_bytes(b"stale")
+    assert site.sweep() == 2
+    assert leftovers(address) == set()
+
+
+def test_an_address_is_free_for_the_next_writer_as_soon_as_close_returns(address, unused_port):
+    for place in (address, f"tcp://127.0.0.1:{unused_port}"):
+        for version in range(10):
+            mine = parameters()
+            with (
+                closing(WeightWriter(LAYOUT, place)) as writer,
+                closing(WeightReader(place, "r")) as reader,
+            ):
+                writer.publish(version, parameters(version))
+                joined(writer, reader, mine)
+                assert values(mine) == {version}
 
 
 @pytest.fixture

@@ -10,6 +10,8 @@ from transport.weights import FlatLayout, LayoutMismatch, MessageError, TensorSp
 from transport.weights.layout.flat import ALIGNMENT, ITEM_BYTES
 
 shapes = st.lists(st.integers(0, 9), max_size=4).map(tuple)
+
+
 entries = st.lists(
     st.tuples(shapes, st.sampled_from(sorted(ITEM_BYTES))), min_size=1, max_size=12
 ).map(lambda found: [(f"t{n}", shape, dtype) for n, (shape, dtype) in enumerate(found)])
@@ -43,6 +45,14 @@ def test_a_damaged_layout_is_refused(found, data):
         FlatLayout.from_plain(plain)
 
 
+@pytest.mark.parametrize(
+    "plain", [None, 3, [], {}, {"tensors": [[1]]}, {"tensors": []}, {"tensors": 1}]
+)
+def test_what_is_no_layout_is_refused(plain):
+    with pytest.raises((MessageError, LayoutMismatch)):
+        FlatLayout.from_plain(plain)
+
+
 def test_only_floating_tensors_are_cast():
     layout = FlatLayout.of(
         {"w": torch.zeros(3), "n": torch.zeros(3, dtype=torch.int64)}, dtype="bfloat16"
@@ -63,6 +73,10 @@ def test_tensors_that_share_memory_only_in_part_are_not_tied():
     )
 
 
+def test_empty_tensors_are_never_tied():
+    assert FlatLayout.of({"a": torch.zeros(0), "b": torch.zeros(0)}).aliases == {}
+
+
 def test_two_tensors_of_one_name_are_refused():
     with pytest.raises(LayoutMismatch, match="'a' twice"):
         FlatLayout.build([("a", (2,), "float32"), ("a", (2,), "float32")])
@@ -74,3 +88,13 @@ def test_overlapping_tensors_are_refused():
     )
     with pytest.raises(LayoutMismatch, match="'b' does not fit"):
         FlatLayout(tensors=specs)
+
+
+def test_an_alias_must_name_a_tensor():
+    with pytest.raises(LayoutMismatch, match="alias 'x'"):
+        FlatLayout.build([("a", (2,), "float32")], aliases={"x": "nowhere"})
+
+
+def test_a_layout_of_a_hundred_thousand_tensors_takes_no_torch():
+    layout = FlatLayout.build((f"t{n}", (4096, 4096), "bfloat16") for n in range(100_000))
+    assert layout.nbytes == 100_000 * 4096 * 4096 * 2

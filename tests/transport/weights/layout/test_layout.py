@@ -60,6 +60,23 @@ def test_a_mesh_deals_out_a_tensor_as_torch_chunk_does(data):
             assert "w" not in found.get(rank, {})
 
 
+def test_fsdp_leaves_ranks_empty_where_rows_run_out():
+    layout = Layout.fsdp({"w": ((5, 3), "float32"), "b": ((), "float32")}, 4)
+    assert [layout.local(rank).get("w") for rank in range(4)] == [((2, 3), "float32")] * 2 + [
+        ((1, 3), "float32"),
+        None,
+    ]
+    assert all(layout.local(rank)["b"] == ((), "float32") for rank in range(4))
+    assert layout.ranks == 4
+
+
+def test_tensor_parallel_first_and_fsdp_within_is_the_other_order():
+    fsdp_first = Shards.cut((8,), Mesh.of(2, 2), (0, 0))
+    tp_first = Shards.cut((8,), Mesh.of(2, 2), (0, 0), (1, 0))
+    assert fsdp_first.start.ravel().tolist() == [0, 2, 4, 6]
+    assert tp_first.start.ravel().tolist() == [0, 4, 2, 6]
+
+
 def test_stages_of_a_pipeline_hold_their_own_tensors():
     tensors = {f"{n}.w": ((4, 4), "float32") for n in range(4)}
     first = Layout.cut({n: tensors[n] for n in ("0.w", "1.w")}, Mesh.of(2), lambda name: (0,))
@@ -141,6 +158,11 @@ def test_a_layout_of_shards_survives_the_wire(layout):
     assert [again.local(rank) for rank in range(again.ranks)] == [
         layout.local(rank) for rank in range(layout.ranks)
     ]
+
+
+def test_equal_shards_are_sent_once():
+    layout = Layout.fsdp({f"t{n}": ((8, 2), "float32") for n in range(50)}, 4)
+    assert len(layout.to_plain()["shards"]) == 1
 
 
 @pytest.mark.parametrize(

@@ -21,6 +21,8 @@ from ..sides import boxes, empty, execute, gather_then_shard, models, same, side
 pairs = models().flatmap(
     lambda tensors: st.tuples(st.just(tensors), sides(tensors, True), sides(tensors, False))
 )
+
+
 often = examples(80)
 
 
@@ -86,6 +88,17 @@ def test_the_loads_of_ranks_that_hold_the_same_differ_by_at_most_one_copy(found)
         loads.setdefault(able, Counter(dict.fromkeys(able, 0)))[copy.source_rank] += 1
     for able, load in loads.items():
         assert max(load.values()) - min(load.values()) <= 1, (able, load)
+
+
+@pytest.mark.parametrize(
+    ("replicas", "shards", "readers"), [(2, 1, 1), (3, 1, 5), (2, 4, 8), (4, 2, 3), (8, 1, 8)]
+)
+def test_replicas_share_a_whole_model_to_within_one_copy(replicas, shards, readers):
+    tensors = {f"t{n}": ((8, 3), "float32") for n in range(7)}
+    source = Layout.cut(tensors, Mesh.of(replicas, shards), lambda name: (None, 0))
+    loads = reshard(source, Layout.whole(tensors, readers)).pair_copies.sum(axis=1)
+    assert loads.max() - loads.min() <= 1
+    assert loads.sum() == 7 * readers * shards
 
 
 @pytest.mark.parametrize(
@@ -196,6 +209,13 @@ def test_a_tied_tensor_travels_once_unless_the_destination_keeps_two():
         reshard(apart, also)
 
 
+def test_tensors_without_elements_need_no_copy():
+    tensors = {"none": ((0, 4), "float32"), "some": ((2,), "float32")}
+    assert [
+        copy.tensor for copy in reshard(Layout.whole(tensors), Layout.whole(tensors)).copies()
+    ] == ["some"]
+
+
 def test_a_cast_down_travels_in_the_smaller_dtype():
     tensors = {"w": ((4, 4), "float32"), "n": ((4,), "int64")}
     source = Layout.fsdp(tensors, 2)
@@ -204,6 +224,17 @@ def test_a_cast_down_travels_in_the_smaller_dtype():
     assert down.nbytes == 16 * 2 + 4 * 8
     up = reshard(source.cast("bfloat16"), Layout.whole(tensors))
     assert up.nbytes == down.nbytes
+
+
+def test_a_rank_that_holds_one_box_twice_counts_once_among_the_senders():
+    ends = np.array([[0], [0], [0]]), np.array([[4], [4], [4]])
+    twice = Shards.boxes([0, 0, 1], *ends)
+    source = Layout.whole({f"t{n}": ((4,), "uint8") for n in range(4)})
+    held = {
+        name: type(each)(name=name, shape=(4,), dtype="uint8", shards=twice, into=name)
+        for name, each in source.tensors.items()
+    }
+    assert reshard(Layout(tensors=held), source).pair_copies.tolist() == [[2], [2]]
 
 
 @pytest.mark.parametrize(

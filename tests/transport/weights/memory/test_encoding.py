@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from operators.engine.precision.linear import FORMATS, pack
-from transport.weights import LayoutMismatch
+from transport.weights import FlatLayout, LayoutMismatch, tensor_encoder
 from transport.weights.encoding import QUANTIZED, Encoding
 from transport.weights.tensor_encoder import EncodedWriter, Encoder, decode, quantize
 
@@ -59,6 +59,28 @@ def test_the_narrow_numbers_are_those_of_a_generator_that_quantises_by_itself(
     )
 
 
+@pytest.mark.parametrize("form", FORMS)
+def test_the_formats_of_both_rooms_are_the_same(form):
+    assert (getattr(torch, QUANTIZED[form].dtype), QUANTIZED[form].top) == (
+        FORMATS[form].dtype,
+        FORMATS[form].top,
+    )
+    assert FORMATS["int8_dynamic"].dtype is FORMATS["int8"].dtype
+    assert FORMATS["int8_dynamic"].top == FORMATS["int8"].top
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_narrowing_in_slices_gives_what_the_whole_gives(monkeypatch, form):
+    full = torch.randn(3, 37, 12)
+    found = []
+    for slice_numbers in (1 << 20, 100):
+        monkeypatch.setitem(tensor_encoder.SLICE, "cpu", slice_numbers)
+        values, scale = torch.empty(full.shape, dtype=FORMS[form]), torch.empty(3, 37, 1)
+        quantize(full, values, scale, top=QUANTIZED[form].top, through=torch.float32)
+        found.append((bits(values), bits(scale)))
+    assert all(map(torch.equal, *found))
+
+
 @pytest.mark.parametrize("poison", [float("nan"), float("inf")])
 @pytest.mark.parametrize("form", FORMS)
 def test_a_row_that_is_not_finite_is_not_finite_when_it_arrives(form, poison):
@@ -86,10 +108,24 @@ def test_matrices_travel_narrow_and_embeddings_norms_biases_heads_and_integers_d
     }
 
 
+def test_named_tensors_alone_travel_narrow_where_names_are_given():
+    layout = Encoding(quantized="fp8", names=frozenset({"lm_head.weight"})).flat_layout(model())
+    assert {spec.name for spec in layout.tensors if spec.dtype == "float8_e4m3fn"} == {
+        "lm_head.weight"
+    }
+
+
 @pytest.mark.parametrize("name", ["nowhere", "layers.0.q_proj.bias", "steps"])
 def test_a_named_tensor_that_cannot_be_narrow_is_refused(name):
     with pytest.raises(LayoutMismatch, match=f"no floating matrix of this model; found '{name}'"):
         Encoding(quantized="int8", names=frozenset({name})).flat_layout(model())
+
+
+@pytest.mark.parametrize("dtype", [None, "bfloat16", "float16"])
+def test_without_a_narrow_format_the_layout_is_that_of_a_cast(dtype):
+    tensors = model()
+    assert Encoding(dtype=dtype).flat_layout(tensors) == FlatLayout.of(tensors, dtype=dtype)
+    assert Encoder(Encoding(dtype=dtype), tensors).encode(tensors) == tensors
 
 
 @pytest.mark.parametrize(
@@ -117,6 +153,15 @@ def test_what_was_encoded_is_decoded_into_any_dtype_within_its_rounding(form, dt
         assert ((into[name].double() - tensor.double()).abs() <= top.double() * step).all()
 
 
+def test_encoding_a_second_version_takes_no_memory_and_overwrites_the_first():
+    encoded = Encoder(Encoding(quantized="int8"), model())
+    first, second = (encoded.encode(model(seed)) for seed in (1, 2))
+    name = "layers.0.q_proj.weight"
+    assert first[name].data_ptr() == second[name].data_ptr()
+    fresh = Encoder(Encoding(quantized="int8"), model()).encode(model(2))
+    assert torch.equal(second[name], fresh[name])
+
+
 def test_tied_matrices_travel_narrow_once_under_whichever_name_they_are_published():
     weight = torch.randn(4, 8)
     encoded = Encoder(Encoding(quantized="int8"), {"a.weight": weight, "b.weight": weight})
@@ -126,6 +171,15 @@ def test_tied_matrices_travel_narrow_once_under_whichever_name_they_are_publishe
         encoded.encode({"b.weight": weight}),
     )
     assert both.keys() == other.keys() == {"a.weight", "a.weight:scale"}
+
+
+@pytest.mark.parametrize("change", [{}, {"layers.0.q_proj.weight": torch.zeros(24, 15)}])
+def test_another_model_than_the_encoder_was_made_for_is_refused(change):
+    tensors = model()
+    encoded = Encoder(Encoding(quantized="int8"), tensors)
+    del tensors["layers.0.q_proj.weight"]
+    with pytest.raises(LayoutMismatch, match="'layers.0.q_proj.weight' cannot be quantized; found"):
+        encoded.encode({**tensors, **change})
 
 
 @pytest.mark.parametrize("form", FORMS)

@@ -16,6 +16,7 @@ from ..conftest import PACE, parameters, values
 
 pytestmark = pytest.mark.usefixtures("clean_shm")
 
+
 LAYOUT = FlatLayout.of(parameters())
 
 
@@ -29,6 +30,27 @@ def test_untied_tensors_are_refused_by_a_reader_that_ties_them(place):
     reader = place.reader(attach={"a": shared, "b": shared})
     with pytest.raises(LayoutMismatch, match="'a' and 'b' in the same memory; tie them"):
         place.settle(writer, reader)
+
+
+def test_a_publish_waits_no_longer_than_it_may(place):
+    writer = place.writer(LAYOUT, wait_s=2.0)
+    one, two = place.reader("slow", attach=parameters()), place.reader("fast", attach=parameters())
+    writer.publish(1, parameters(1))
+    place.settle(writer, one, two)
+    writer.publish(2, parameters(2))
+    place.settle(writer, two)
+    begun = place.clock.now
+    ticking = place.clock.now
+
+    def tick():
+        nonlocal ticking
+        ticking += 0.25
+        return ticking
+
+    writer._clock = tick
+    assert not writer.publish(3, parameters(3))
+    assert ticking - begun < 2.0 + 5 * 0.25
+    writer._clock = place.clock
 
 
 def test_a_frozen_reader_is_fenced_and_never_sees_its_memory_overwritten(place):
@@ -94,6 +116,17 @@ def test_a_run_goes_on_with_the_version_before_a_damaged_one_and_says_so_in_the_
     assert (reader.version, values(mine)) == (3, {3})
 
 
+def test_a_second_writer_of_one_address_is_refused(place):
+    place.writer(LAYOUT)
+    with pytest.raises(AddressTaken, match="writer"):
+        place.writer(LAYOUT)
+
+
+def test_the_address_is_free_again_after_close(place):
+    place.writer(LAYOUT).close()
+    assert place.writer(LAYOUT).version == -1
+
+
 def test_a_second_reader_of_one_name_replaces_the_first(place):
     writer = place.writer(LAYOUT)
     one = place.reader("same", attach=parameters())
@@ -151,6 +184,18 @@ def test_a_wait_for_a_version_that_does_not_come_names_what_is_there(place):
         reader.wait(2, timeout_s=6)
 
 
+def test_adopting_with_nothing_on_offer_changes_nothing(place):
+    reader = place.reader(attach=parameters(4))
+    assert reader.adopt() == -1
+
+
+def test_adopting_without_attached_tensors_is_refused(place):
+    writer, reader = place.writer(LAYOUT), place.reader()
+    writer.publish(1, parameters(1))
+    with pytest.raises(WeightError, match="nothing attached; call attach"):
+        place.settle(writer, reader)
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -196,6 +241,37 @@ def test_a_failed_write_offers_nothing_and_the_next_one_works(place, monkeypatch
     assert values(mine) == {3}
 
 
+def test_readers_join_and_leave_without_a_version_lost(place):
+    writer = place.writer(LAYOUT)
+    stays = parameters()
+    reader = place.reader("stays", attach=stays)
+    for version in range(1, 51):
+        mine = parameters()
+        guest = place.reader(f"guest-{version}", attach=mine)
+        writer.publish(version, parameters(version))
+        place.settle(writer, reader, guest)
+        assert values(mine) == values(stays) == {version}
+        guest.close()
+        place.opened.remove(guest)
+    place.settle(writer, reader)
+    assert [status.name for status in writer.readers] == ["stays"]
+    assert writer.segments == (2, 0)
+
+
+def test_a_reader_unheard_for_long_is_struck_off_and_may_come_back(place):
+    writer, reader = place.writer(LAYOUT), place.reader(attach=parameters())
+    place.settle(writer, reader)
+    place.clock.now += PACE.silent_s
+    writer.poll()
+    assert state(writer).state == "silent"
+    place.clock.now += PACE.gone_s
+    writer.poll()
+    assert writer.readers == ()
+    writer.publish(1, parameters(1))
+    place.settle(reader, writer)
+    assert reader.version == 1
+
+
 @pytest.fixture
 def sliced(monkeypatch):
     """No C compiler: a reader verifies with numpy, slice by slice."""
@@ -212,6 +288,25 @@ def follow(place, writer, reader, version):
 
 
 @pytest.mark.usefixtures("sliced")
+@pytest.mark.parametrize("checksum", ["buffer", "tensors"])
+def test_a_version_verified_in_slices_is_offered_when_all_of_it_is_verified(place, checksum):
+    mine = parameters()
+    writer = place.writer(LAYOUT, checksum=checksum)
+    reader = place.reader(attach=mine, verify_bytes_per_poll=256)
+    writer.publish(1, parameters(1))
+    follow(place, writer, reader, 1)
+    writer.publish(2, parameters(2))
+    place.arrive(reader)
+    polls = 1
+    while not reader.poll():
+        assert values(mine) == {1}
+        polls += 1
+    assert polls >= LAYOUT.nbytes // (2 * 256)
+    assert reader.adopt() == 2
+    assert values(mine) == {2}
+
+
+@pytest.mark.usefixtures("sliced")
 def test_a_flipped_byte_is_found_by_the_slice_that_reads_it(place):
     mine = parameters()
     writer, reader = place.writer(LAYOUT), place.reader(attach=mine, verify_bytes_per_poll=256)
@@ -222,6 +317,20 @@ def test_a_flipped_byte_is_found_by_the_slice_that_reads_it(place):
     with pytest.raises(ChecksumMismatch, match="keeps version 1"):
         follow(place, writer, reader, 2)
     assert values(mine) == {1}
+
+
+@pytest.mark.usefixtures("sliced")
+def test_a_newer_version_replaces_one_that_is_being_verified(place):
+    mine = parameters()
+    writer, reader = place.writer(LAYOUT), place.reader(attach=mine, verify_bytes_per_poll=64)
+    place.settle(writer, reader)
+    writer.publish(1, parameters(1))
+    place.arrive(reader)
+    assert reader.poll() is None
+    for version in (2, 3, 4):
+        assert writer.publish(version, parameters(version))
+    follow(place, writer, reader, 4)
+    assert values(mine) == {4}
 
 
 @pytest.mark.usefixtures("sliced")

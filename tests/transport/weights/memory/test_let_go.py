@@ -11,7 +11,10 @@ from ..conftest import parameters, values
 
 pytestmark = pytest.mark.usefixtures("clean_shm")
 
+
 LAYOUT = FlatLayout.of(parameters())
+
+
 ADOPTS = pytest.mark.parametrize("adopt", ["view", "copy"])
 
 
@@ -62,6 +65,23 @@ def test_a_version_that_was_written_over_does_not_come_back(place, adopt):
     assert not reader.again(), "its segment holds version 3"
     place.settle(writer, reader)
     assert values(mine) == {3} and reader.version == 3
+
+
+@ADOPTS
+def test_what_a_reader_lets_go_of_before_its_first_version_does_not_come_back(place, adopt):
+    mine = parameters()
+    writer, reader = place.writer(LAYOUT), place.reader(attach=mine, adopt=adopt)
+    assert not reader.let_go() and not reader.again()
+    assert values(mine) == {0} and not reader.let_go(), "they are of no writer"
+    writer.publish(1, parameters(1))
+    place.settle(writer, reader)
+    assert values(mine) == {1}
+
+
+@ADOPTS
+def test_one_that_has_let_go_may_close(place, adopt):
+    _, reader, _ = held(place, adopt)
+    reader.close()
 
 
 def test_who_leaves_for_good_copies_no_version(place):

@@ -4,6 +4,10 @@ the same one.
 
 from __future__ import annotations
 
+import multiprocessing
+import os
+import signal
+
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
@@ -15,6 +19,7 @@ from transport.weights import (
     LayoutMismatch,
     SharedMemory,
     WeightError,
+    WeightReader,
     WeightWriter,
 )
 from transport.weights.rank_reader import RankReader
@@ -23,13 +28,18 @@ from ..conftest import values
 
 pytestmark = pytest.mark.usefixtures("forked")
 
+
 SHAPES = {"rows": (8, 6), "columns": (8, 6), "fused": (8, 6), "whole": (6,)}
+
+
 PIECES = {
     "rows": ((8, 6), 0, ((4, 8),)),
     "columns": ((8, 6), 1, ((3, 6),)),
     "fused": ((8, 6), 0, ((2, 4), (6, 8))),
     "whole": ((6,), None, ()),
 }
+
+
 """What rank 1 of 2 holds."""
 
 
@@ -119,6 +129,26 @@ def test_slices_by_rows_are_views_of_the_segment_and_all_others_are_copies(place
             sum(target.nbytes for target, _ in mapped.copies)
             == held["columns"].nbytes + held["fused"].nbytes
         )
+
+
+def test_with_adopt_copy_no_slice_moves(place):
+    own = empty()
+    where = {name: tensor.data_ptr() for name, tensor in own.items()}
+    writer, reader = place.writer(LAYOUT), place.reader(adopt="copy")
+    reader.attach(own, PIECES)
+    writer.publish(1, full(1))
+    place.settle(writer, reader)
+    assert_holds(own, 1)
+    assert {name: tensor.data_ptr() for name, tensor in own.items()} == where
+
+
+def test_slices_of_another_dtype_are_cast(place):
+    own = empty(torch.bfloat16)
+    writer, reader = place.writer(LAYOUT), place.reader()
+    reader.attach(own, PIECES)
+    writer.publish(1, full(1))
+    place.settle(writer, reader)
+    assert_holds(own, 1, torch.bfloat16)
 
 
 def test_after_close_a_rank_keeps_its_version_in_memory_of_its_own(place, companion):
@@ -221,6 +251,44 @@ def test_a_proved_version_that_is_declined_is_offered_again(place):
     assert_holds(own, 1)
 
 
+def test_a_declined_version_holds_no_segment(place):
+    writer, reader = place.writer(LAYOUT), place.reader()
+    reader.attach(empty(), PIECES)
+    for version in range(1, 6):
+        assert writer.publish(version, full(version))
+        place.settle(writer, reader, adopt=False)
+        assert reader.verify().version == version
+        reader.decline()
+
+
+def _enter_and_stay(address: str, segment: str, told) -> None:
+    rank = RankReader(address, "generator-0.1")
+    rank.attach(empty(), PIECES)
+    assert rank.enter(segment, 1, LAYOUT.to_plain())
+    told.send(rank.adopt())
+    signal.pause()
+
+
+def test_a_killed_companion_holds_nothing_up(tmp_path):
+    address = f"ipc://{tmp_path}/w.sock"
+    writer = WeightWriter(LAYOUT, address)
+    writer.publish(1, full(1))
+    (segment,) = writer._segments
+    ours, theirs = multiprocessing.Pipe()
+    process = multiprocessing.get_context("spawn").Process(
+        target=_enter_and_stay, args=(address, segment, theirs)
+    )
+    process.start()
+    try:
+        assert ours.poll(60) and ours.recv() == 1
+        assert not writer._segments[segment].seal()
+    finally:
+        os.kill(process.pid, signal.SIGKILL)
+        process.join(20)
+    assert writer._segments[segment].seal()
+    writer.close()
+
+
 @st.composite
 def pieces(draw):
     shape = tuple(draw(st.lists(st.integers(1, 5), min_size=1, max_size=3)))
@@ -256,3 +324,20 @@ def test_any_piece_is_its_ranges_end_to_end(tmp_path_factory, piece, adopt, shar
         rank.close()
         writer.close()
     assert torch.equal(local.data, expected)
+
+
+def test_a_reader_leads_companions_through_versions_that_come_while_they_enter(place, companion):
+    own, other = empty(), empty()
+    writer, reader, rank = place.writer(LAYOUT), place.reader(), companion(other)
+    reader.attach(own, PIECES)
+    layout = LAYOUT.to_plain()
+    for version in (1, 3, 5):
+        writer.publish(version, full(version))
+        place.settle(writer, reader, adopt=False)
+        offer = reader.verify()
+        writer.publish(version + 1, full(version + 1))
+        assert rank.enter(offer.segment, offer.version, layout)
+        assert reader.adopt() == rank.adopt() == offer.version
+        assert_holds(own, offer.version)
+        assert_holds(other, offer.version)
+    assert offer.version >= 5 and isinstance(reader, WeightReader)

@@ -2,14 +2,16 @@
 tensors.
 """
 
+from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from transport.weights import Layout, LayoutMismatch, Mesh, reshard
+from transport.weights import Layout, LayoutMismatch, Mesh, Shards, reshard
 from transport.weights.encoding import SCALE, Encoding
 from transport.weights.shard_encoder import ShardEncoder
 from transport.weights.tensor_encoder import Encoder
@@ -17,6 +19,8 @@ from transport.weights.tensor_encoder import Encoder
 from ..sides import Local, execute, gather_then_shard, meshed, same
 
 NAMES = frozenset({"o", "experts", "up"})
+
+
 Full = dict[str, torch.Tensor]
 
 
@@ -178,11 +182,28 @@ def test_what_shards_travel_as_arrives_as_slices_of_the_whole(form: str) -> None
     assert same(got, gather_then_shard(reader, one))
 
 
+def test_an_encoding_is_the_same_after_its_way_through_a_message() -> None:
+    for encoding in (
+        Encoding(),
+        Encoding(dtype="bfloat16", quantized="fp8", names=NAMES),
+        Encoding(kept=("x",)),
+    ):
+        assert Encoding.from_plain(encoding.to_plain()) == encoding
+
+
 @pytest.mark.parametrize("dtype", [None, "bfloat16"])
 def test_shards_that_are_not_quantised_are_cast(dtype: str | None) -> None:
     full = {"o": torch.randn(4, 8), "steps": torch.tensor([3])}
     layout = Layout.cut(described(full), Mesh.of(2), lambda name: (0,))
     assert Encoding(dtype=dtype).layout(layout) == (layout if dtype is None else layout.cast(dtype))
+
+
+def test_tied_shards_are_quantised_once() -> None:
+    full = {"o": torch.randn(4, 8)}
+    layout = replace(Layout.cut(described(full), Mesh.of(2), lambda name: (1,)), aliases={"p": "o"})
+    sent, (local,), _ = held_after(Encoding(quantized="int8"), layout, [full])
+    assert sent.aliases == {"p": "o"}
+    assert set(local[0]) == {"o", "o" + SCALE}
 
 
 def test_a_tensor_that_is_fused_into_another_is_refused() -> None:
@@ -195,6 +216,26 @@ def test_a_tensor_that_is_fused_into_another_is_refused() -> None:
         Encoding(quantized="int8").layout(layout)
     kept = Encoding(quantized="int8", names=frozenset()).layout(layout)
     assert kept == layout
+
+
+def test_local_rows_that_hold_parts_of_several_are_refused() -> None:
+    ends = np.array([[[0, 0], [2, 4]], [[2, 4], [4, 8]]])
+    shards = Shards(
+        np.array([0, 0]),
+        ends[:, 0],
+        ends[:, 1],
+        np.array([[0, 0], [0, 4]]),
+        np.array([[2, 8], [2, 8]]),
+    )
+    layout = Layout.whole({"o": ((4, 8), "float32")})
+    layout = Layout(tensors={"o": replace(layout.tensors["o"], shards=shards)})
+    with pytest.raises(
+        LayoutMismatch,
+        match="'o' cannot be quantized on rank 0; found 2 rows in its local tensor for 4",
+    ):
+        ShardEncoder(
+            Encoding(quantized="int8"), layout, 0, {"o": torch.zeros(2, 8)}, lambda numbers: None
+        )
 
 
 @pytest.mark.parametrize("name", ["nowhere", "norm"])

@@ -1,13 +1,17 @@
 """The contract of the weight plane, the same for every executor."""
 
+from contextlib import closing
+
 import pytest
 import torch
 
-from transport.weights import FlatLayout
+from transport.weights import FlatLayout, Hub, WeightReader, WeightWriter
+from transport.weights.memory import buffers
 
-from ..conftest import parameters, values
+from ..conftest import PACE, parameters, values
 
 pytestmark = pytest.mark.usefixtures("clean_shm")
+
 
 LAYOUT = FlatLayout.of(parameters())
 
@@ -96,6 +100,16 @@ def test_a_parameter_of_another_dtype_than_the_layouts_is_copied_with_a_cast(pla
     assert mine["up"].data_ptr() == before
 
 
+@pytest.mark.parametrize("adopt", ["view", "copy"])
+def test_strides_do_not_matter(place, adopt):
+    theirs = {"w": torch.arange(12.0).view(3, 4).t()}
+    mine = {"w": torch.nn.Parameter(torch.zeros(3, 4).t())}
+    writer, reader = place.writer(FlatLayout.of(theirs)), place.reader(attach=mine, adopt=adopt)
+    writer.publish(1, theirs)
+    place.settle(writer, reader)
+    assert torch.equal(mine["w"], theirs["w"])
+
+
 def test_an_update_by_view_moves_a_pointer_and_copies_nothing(place):
     mine = parameters()
     writer, reader = place.writer(LAYOUT), place.reader(attach=mine, adopt="view")
@@ -106,6 +120,16 @@ def test_an_update_by_view_moves_a_pointer_and_copies_nothing(place):
         seen.append(mine["up"].data_ptr())
     assert seen[0] != seen[1]
     assert seen == seen[:2] * 3
+
+
+def test_an_update_by_copy_leaves_the_parameters_where_they_are(place):
+    mine = parameters()
+    before = {name: tensor.data_ptr() for name, tensor in mine.items()}
+    writer, reader = place.writer(LAYOUT), place.reader(attach=mine, adopt="copy")
+    for version in range(1, 4):
+        writer.publish(version, parameters(version))
+        place.settle(writer, reader)
+    assert before == {name: tensor.data_ptr() for name, tensor in mine.items()}
 
 
 def test_tied_tensors_travel_once_and_stay_tied(place):
@@ -165,6 +189,40 @@ def test_a_late_joiner_gets_the_newest_version_and_the_note(place):
     assert reader.note == {"dropped": 3}
 
 
+def test_a_reader_may_come_before_the_writer(place):
+    mine = parameters()
+    reader = place.reader(attach=mine)
+    assert reader.poll() is None
+    writer = place.writer(LAYOUT)
+    writer.publish(1, parameters(1))
+    place.clock.now += PACE.heartbeat_s
+    place.settle(reader, writer)
+    assert values(mine) == {1}
+
+
+def test_a_note_reaches_every_reader_and_the_newest_one_stays(place):
+    writer, one = place.writer(LAYOUT), place.reader("one", attach=parameters())
+    place.settle(writer, one)
+    writer.tell({"dropped": 1})
+    writer.tell({"dropped": 2, "why": "stale", "share": 0.5})
+    two = place.reader("two", attach=parameters())
+    place.settle(writer, one, two)
+    assert one.note == two.note == {"dropped": 2, "why": "stale", "share": 0.5}
+
+
+def test_a_closed_reader_keeps_its_version_in_memory_of_its_own(place):
+    mine = parameters()
+    writer, reader = place.writer(LAYOUT), place.reader(attach=mine)
+    writer.publish(1, parameters(1))
+    place.settle(writer, reader)
+    reader.close()
+    place.settle(writer)
+    assert writer.readers == ()
+    for version in range(2, 6):
+        assert writer.publish(version, parameters(version))
+    assert values(mine) == {1}
+
+
 def test_a_model_computes_with_adopted_views(place):
     model = torch.nn.Linear(8, 4)
     theirs = {"weight": torch.ones(4, 8), "bias": torch.zeros(4)}
@@ -176,3 +234,31 @@ def test_a_model_computes_with_adopted_views(place):
     place.settle(writer, reader)
     with torch.inference_mode():
         assert model(torch.ones(2, 8)).unique().tolist() == [8.0]
+
+
+def test_in_one_process_a_waiting_reader_is_answered_though_nobody_polls_the_writer():
+    hub, mine = Hub(), parameters()
+    with closing(WeightWriter(LAYOUT, hub)) as writer, closing(WeightReader(hub, "r")) as reader:
+        reader.attach(mine)
+        writer.publish(3, parameters(3))
+        assert reader.wait(3, timeout_s=5.0) == 3
+        assert values(mine) == {3}
+
+
+def test_copies_run_on_the_threads_they_were_given_and_leave_the_setting_alone(place, monkeypatch):
+    seen = []
+
+    def noted(does):
+        return lambda *what: (seen.append(torch.get_num_threads()), does(*what))[1]
+
+    for name in ("fill", "copy"):
+        monkeypatch.setattr(buffers, name, noted(getattr(buffers, name)))
+    before = torch.get_num_threads()
+    writer, reader = (
+        place.writer(LAYOUT, threads=2),
+        place.reader(attach=parameters(), adopt="copy", threads=3),
+    )
+    writer.publish(1, parameters(1))
+    place.settle(writer, reader)
+    assert seen == [2, 3]
+    assert torch.get_num_threads() == before

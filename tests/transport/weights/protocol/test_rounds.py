@@ -5,6 +5,7 @@ come and go.
 import random
 from collections import defaultdict, deque
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -36,8 +37,14 @@ from transport.weights.protocol.rounds import Coordinator
 from transport.weights.protocol.segments import SegmentReader
 
 PACE = Deadlines(heartbeat_s=1.0, gone_s=12.0, form_s=8.0, ready_s=5.0, transfer_s=6.0)
+
+
 KEY, LAYOUT = b"key", {"shards": []}
+
+
 LINE = 1_000_000
+
+
 """Coordinators are named by its multiples, so that an epoch tells which one gave it."""
 
 
@@ -366,6 +373,36 @@ def calm_world(sources=2, **groups) -> World:
     return world
 
 
+def test_a_frozen_group_does_not_hold_up_another():
+    world = calm_world(slow=2, fast=2)
+    frozen = world.peers("slow")[1]
+    for version in (2, 3, 4):
+        world.frozen.add(frozen)
+        world.publish(version)
+        for _ in range(2000):
+            if holds(world, "fast") == {version}:
+                break
+            if not (world.deliver() | world.end_of_work()):
+                world.tick(0.5)
+            for peer in world.peers("fast"):
+                world.adopt(peer)
+        assert holds(world, "fast") == {version}
+    assert 1 in holds(world, "slow")
+    world.calm()
+    assert holds(world, "slow") == {4}
+
+
+def test_a_version_nobody_took_is_skipped():
+    world = calm_world(only=2)
+    for version in range(2, 9):
+        world.publish(version)
+    world.calm()
+    assert all(
+        [version for _, version in world.seen[peer]] in ([1, 8], [1, 2, 8])
+        for peer in world.peers("only")
+    )
+
+
 def test_a_damaged_version_is_refused_by_the_whole_group_and_the_next_one_taken():
     world = calm_world(only=2)
     world.damage.add((1, 2))
@@ -411,6 +448,41 @@ def test_a_lost_source_rank_is_reported_to_the_others_and_forgiven_when_it_is_ba
     assert holds(world, "only") == {5}
 
 
+def test_a_source_rank_that_leaves_in_order_is_no_failure():
+    world = calm_world(sources=2, only=1)
+    world.act(b"source1", [world.ranks[b"source1"].leaving()])
+    while world.deliver():
+        pass
+    world.kill(b"source1")
+    for _ in range(40):
+        world.tick(1.0)
+        while world.deliver() | world.end_of_work():
+            pass
+    assert world.coordinator.failure == "" and world.ranks[b"source0"].failure == ""
+    assert holds(world, "only") == {1}
+
+
+def test_a_restarted_rank_replaces_the_old_one_and_the_old_one_stays_out():
+    world = calm_world(only=2)
+    old = next(p for p in world.peers("only") if p.startswith(b"only/0"))
+    twin = world.ranks[old]
+    world.count += 1
+    world.ranks[b"only/0/new"] = reader("only", 0, 2, world.count)
+    world.calm()
+    assert twin.replaced
+    world.publish(2)
+    world.calm()
+    assert world.ranks[b"only/0/new"].version == 2
+
+
+def test_ranks_that_describe_another_trainer_are_denied():
+    world = calm_world(only=1)
+    stranger = SourceRank(1, 4, b"other", PACE, world.now)
+    world.ranks[b"stranger"] = stranger
+    world.calm()
+    assert "differ" in stranger.failure
+
+
 def test_a_reader_of_segments_is_denied_and_no_group_is_formed_for_it():
     world = calm_world(only=1)
     [(_, denied)] = world.coordinator.receive(b"stranger", SegmentReader("s").join, world.now)
@@ -435,6 +507,37 @@ def test_a_rank_of_a_dead_trainer_is_denied_and_sends_nothing_to_the_next_ones_r
     assert holds(world, "only") == {4}
 
 
+def test_a_group_that_holds_a_dead_trainers_version_has_not_the_new_ones_of_the_same_number():
+    world = calm_world(sources=1, only=2)
+    world.restart_trainer(linger=False)
+    world.ranks[next(peer for peer in world.ranks if b"source" in peer)].hold({1})
+    peers = world.peers("only")
+    while min(world.ranks[peer].offer for peer in peers) < 0:
+        if not (world.deliver() | world.end_of_work()):
+            world.tick(PACE.heartbeat_s)
+    for _ in range(3):
+        world.tick(PACE.heartbeat_s)
+        while world.deliver():
+            pass
+    assert world.coordinator.status(world.now)[0].state == "taking"
+    for peer in peers:
+        world.adopt(peer)
+    while world.deliver():
+        pass
+    assert world.coordinator.status(world.now)[0].state == "committed"
+
+
+def test_a_rank_of_a_dead_trainer_that_had_met_nobody_makes_way_for_its_successor():
+    world = calm_world(sources=2, only=1)
+    world.restart_trainer(linger=False)
+    late = world.ranks[b"late"] = SourceRank(1, 2, KEY, PACE, world.now)
+    world.calm()
+    assert "the trainer that was there before" in late.failure
+    world.publish(4)
+    world.calm()
+    assert holds(world, "only") == {4}
+
+
 def test_a_trainer_that_was_frozen_for_long_calls_nobody_late():
     world = calm_world(sources=2, only=2)
     status = world.coordinator.status(world.now)[0]
@@ -447,6 +550,29 @@ def test_a_trainer_that_was_frozen_for_long_calls_nobody_late():
     world.publish(2)
     world.calm()
     assert holds(world, "only") == {2}
+
+
+def test_versions_that_are_kept_for_a_round_are_released_when_the_trainer_gives_up_waiting():
+    world = calm_world(sources=1, only=1)
+    world.publish(2)
+    source = world.ranks[b"source0"]
+    while not source.kept:
+        world.deliver()
+    world.act(b"source0", source.give_up())
+    assert source.kept == set()
+    world.calm()
+    assert holds(world, "only") == {2}
+
+
+@pytest.mark.parametrize(
+    "payload",
+    [b"", b"\x80", b"\xff", CODEC.encode(Ready(epoch=1, round=2))[:-1], b"\x81\xa4kind\xa2no"],
+)
+def test_damaged_messages_are_an_error_with_three_parts(payload):
+    from transport.weights import MessageError
+
+    with pytest.raises(MessageError, match="; found.*; run the same release"):
+        CODEC.decode(payload)
 
 
 def test_no_rank_enters_a_transfer_before_all_have_said_ready():
@@ -482,6 +608,21 @@ def test_a_rank_whose_ready_was_lost_is_asked_and_the_version_taken():
     world.publish(2)
     world.calm()
     assert holds(world, "only") == {2} and world.ranks[world.peers("only")[1]].epoch == epoch
+
+
+def test_a_version_that_its_source_has_no_longer_ends_the_epoch_and_the_newest_is_taken():
+    world = calm_world(only=2)
+    world.publish(2)
+    for source in (b"source0", b"source1"):
+        while wire := world.wires[source, False]:
+            world.send(world.coordinator.receive(source, wire.popleft(), world.now))
+    assert world.coordinator.status(world.now)[0].state == "taking"
+    world.ranks[b"source1"].hold({3})
+    world.ranks[b"source0"].hold({2, 3})
+    world.latest = 3
+    world.calm()
+    assert "source rank 1 has version 2 no longer" in world.coordinator.faults["only"]
+    assert holds(world, "only") == {3}
 
 
 def test_a_round_that_a_rank_does_not_answer_ends_at_its_deadline_and_says_in_what():

@@ -273,6 +273,8 @@ class World(RuleBasedStateMachine):
 
 
 World.TestCase.settings = examples(150, stateful_step_count=40)
+
+
 test_no_order_of_events_breaks_the_handshake = World.TestCase
 
 
@@ -299,10 +301,28 @@ def talk(writer, reader, messages, now, peer=b"r"):
                 talk(writer, reader, reader.receive(answer, now), now, peer)
 
 
+def test_an_offer_that_was_lost_is_made_again():
+    writer, reader = pair()
+    assert writer.written("b", 2, b"", b"", 10.0)
+    assert reader.offer.version == 1
+    talk(writer, reader, reader.tick(11.0), 11.0)
+    assert reader.offer.version == 2
+
+
 def test_an_offer_is_not_repeated_to_a_reader_that_has_it():
     writer, reader = pair()
     writer.receive(b"r", reader.committed(reader.offer), 1.0)
     assert not [m for beat in reader.tick(20.0) for m in writer.receive(b"r", beat, 20.0)]
+
+
+def test_a_repeated_hello_gets_the_same_epoch():
+    writer, reader = SegmentOffers({}, writer=1, pace=PACE), SegmentReader("r", PACE)
+    answers = [
+        writer.receive(b"r", hello, 0.0)
+        for hello in reader.tick(0.0) + reader.tick(PACE.heartbeat_s)
+    ]
+    assert len(answers) == 2
+    assert answers[0] == answers[1]
 
 
 def test_nobody_is_offered_a_segment_that_is_being_written():
@@ -312,6 +332,43 @@ def test_nobody_is_offered_a_segment_that_is_being_written():
     late = SegmentReader("late", PACE)
     (hello,) = late.tick(0.0)
     assert [type(answer).__name__ for _, answer in writer.receive(b"l", hello, 0.0)] == ["Welcome"]
+
+
+def test_every_waiting_version_gives_the_readers_their_full_time():
+    writer, _ = pair()
+    assert writer.blocked(0.0) is None
+    writer.writing("b")
+    writer.written("b", 2, b"", b"", 1.0)
+    assert writer.blocked(PACE.release_s + 1.0) is None
+    assert writer.blocked(2 * PACE.release_s + 1.0) == "a"
+
+
+def test_a_reader_that_says_late_that_it_is_in_an_abandoned_segment_is_fenced():
+    writer, reader = pair()
+    ready = reader.entered(reader.offer)
+    writer.abandon("a")
+    epoch = reader.epoch
+    talk(writer, reader, [ready], 6.0)
+    assert reader.epoch
+    assert reader.epoch > epoch
+
+
+def test_a_silent_reader_is_sent_no_more_than_a_bounded_number_of_messages():
+    writer, _ = pair()
+    sent = [len(writer.written("a", version, b"", b"", 0.0)) for version in range(2, 500)]
+    assert 0 < sum(sent) < 100
+    assert sent[-1] == 0
+
+
+def test_a_version_that_is_coming_is_known_until_it_is_offered():
+    writer, reader = pair()
+    writer.writing("b")
+    for _, upcoming in writer.upcoming("b", 2):
+        reader.receive(upcoming, 1.0)
+    assert (reader.upcoming.segment, reader.upcoming.version, reader.offer.version) == ("b", 2, 1)
+    for _, offer in writer.written("b", 2, b"", b"", 1.0):
+        reader.receive(offer, 1.0)
+    assert (reader.upcoming, reader.offer.version) == (None, 2)
 
 
 def test_word_of_a_version_that_is_coming_dies_with_the_epoch_and_with_the_writer():
@@ -325,6 +382,64 @@ def test_word_of_a_version_that_is_coming_dies_with_the_epoch_and_with_the_write
             late.receive(upcoming, 1.0)
         late.receive(end, 1.0)
         assert late.upcoming is None
+
+
+def test_a_restarted_writers_version_is_taken_though_its_number_is_lower_or_the_same():
+    for version in (5, 9, 12):
+        before, reader = offering(9, writer=1), SegmentReader("r", PACE)
+        talk(before, reader, reader.tick(0.0), 0.0)
+        talk(before, reader, [reader.committed(reader.offer)], 1.0)
+        after = offering(version, writer=2)
+        talk(after, reader, reader.tick(2.0), 2.0)
+        assert reader.offer.version == version
+        assert after.status(2.0)[0].version == -1
+        talk(after, reader, [reader.committed(reader.offer)], 2.0)
+        assert after.status(2.0)[0].version == version
+
+
+def test_what_a_dead_writer_offered_is_forgotten_when_the_next_one_lets_the_reader_in():
+    before, reader = offering(9, writer=1), SegmentReader("r", PACE)
+    hellos = reader.tick(0.0) + reader.tick(PACE.heartbeat_s)
+    assert len(hellos) == 2
+    talk(before, reader, hellos[:1], 1.0)
+    assert reader.offer.version == 9
+    talk(offering(5, writer=2), reader, hellos[1:], 2.0)
+    assert reader.offer.version == 5
+
+
+def test_an_offer_of_the_version_that_a_dead_writer_had_too_is_made_again_until_it_is_taken():
+    before, reader = offering(9, writer=1), SegmentReader("r", PACE)
+    talk(before, reader, reader.tick(0.0), 0.0)
+    talk(before, reader, [reader.committed(reader.offer)], 1.0)
+    after = offering(9, writer=2)
+    talk(after, reader, reader.tick(2.0), 2.0)
+    reader.withdrawn(reader.offer)
+    talk(after, reader, reader.tick(3.0), 3.0)
+    assert reader.offer.version == 9
+
+
+def test_a_reader_that_was_killed_says_nothing_that_fences_its_successor():
+    writer, victim = offering(1, writer=1), SegmentReader("r", PACE, incarnation=1)
+    left = victim.tick(0.0) + victim.tick(PACE.heartbeat_s)
+    successor = SegmentReader("r", PACE, incarnation=2)
+    assert len(left) == 2
+    talk(writer, victim, left[:1], 2.0, b"victim")
+    talk(writer, successor, successor.tick(2.0), 2.0)
+    assert not [to for to, _ in writer.receive(b"victim", left[1], 2.0) if to == b"r"]
+    assert [status.epoch for status in writer.status(2.0)] == [successor.epoch]
+
+
+def test_a_reader_that_wakes_after_its_successor_has_come_stays_out_for_good():
+    writer, frozen = offering(1, writer=1), SegmentReader("r", PACE, incarnation=1)
+    talk(writer, frozen, frozen.tick(0.0), 0.0, b"frozen")
+    writer.tick(PACE.gone_s)
+    successor = SegmentReader("r", PACE, incarnation=2)
+    talk(writer, successor, successor.tick(60.0), 60.0)
+    talk(writer, frozen, frozen.tick(61.0), 61.0, b"frozen")
+    assert frozen.replaced
+    assert not frozen.tick(70.0)
+    assert successor.epoch
+    assert not successor.replaced
 
 
 def test_a_rank_of_several_is_denied_and_holds_nobody_else_up():

@@ -15,7 +15,11 @@ from transport.weights.protocol.ranks import ReaderRank
 from ..sharded_rig import Group, Trainer, full, shards, until
 
 FULL = {"rows": ((8, 6), "float32"), "columns": ((4, 6), "float32"), "fused": ((8, 3), "float32")}
+
+
 WHOLE = {"norm": ((5,), "float32"), "scale": ((), "float32")}
+
+
 SLICES = [
     {
         "rows": ((8, 6), 0, ((0, 4),)),
@@ -28,6 +32,8 @@ SLICES = [
         "fused": ((8, 3), 0, ((2, 4), (6, 8))),
     },
 ]
+
+
 SOURCE = Layout.fsdp(FULL | WHOLE, 2)
 
 
@@ -100,6 +106,11 @@ def test_the_slices_of_all_ranks_are_a_layout_whichever_of_them_makes_it():
     tensors = full(TARGET, 1)
     for rank, rows in ((0, [0, 1, 4, 5]), (1, [2, 3, 6, 7])):
         assert torch.equal(shards(TARGET, rank, tensors)["fused"], tensors["fused"][rows])
+
+
+def test_a_layout_of_one_rank_without_slices_is_whole():
+    tensors = {name: torch.zeros(shape) for name, (shape, _) in (FULL | WHOLE).items()}
+    assert layout_of_slices(FlatLayout.of(tensors), [{}]) == Layout.whole(FULL | WHOLE)
 
 
 def test_ranks_take_what_all_hold_though_the_trainer_dies_and_another_reuses_its_number(

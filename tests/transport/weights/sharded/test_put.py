@@ -42,15 +42,24 @@ from ..sharded_rig import Group, Trainer, backed, holds, plane, refuses_damaged,
 
 pytestmark = pytest.mark.usefixtures("clean_shm")
 
+
 SHORT = Deadlines(heartbeat_s=0.05, gone_s=20.0, form_s=20.0, ready_s=10.0, transfer_s=0.5)
+
+
 MODEL = {
     "a": ((64, 64), "float32"),
     "b": ((96, 40), "float32"),
     "c": ((5,), "float32"),
     "d": ((48, 3), "bfloat16"),
 }
+
+
 SOURCE = Layout.fsdp(MODEL, 2)
+
+
 COLUMNS = Layout.cut(MODEL, Mesh.of(2), {"a": (1,), "b": (1,), "c": (None,), "d": (0,)}.__getitem__)
+
+
 VERSION_BYTES = [COLUMNS.flat(rank).nbytes for rank in range(2)]
 
 
@@ -143,6 +152,39 @@ def test_a_sender_that_is_late_changes_no_byte_of_what_its_reader_computes_with(
         assert holds(group, tensors)
     group.close()
     trainer.close()
+
+
+@pytest.mark.slow
+def test_a_trainer_rank_stopped_in_a_chunk_wakes_and_leaves_its_successors_version_alone(
+    start, address, tmp_path
+):
+    before = unnamed()
+    first = ShardedWriter(
+        HALVES, 0, address, deadlines=QUICK, bucket_bytes=BUCKET_BYTES, backend="shared_memory"
+    )
+    stopped = start(put_and_stop_in_a_chunk, address, 1, tmp_path / "woken")
+    group = Group(ONE, address, deadlines=QUICK)
+    first.publish(1, values(HALVES, 0, 1))
+    until(lambda: group.versions == {1}, group)
+    first.publish(2, values(HALVES, 0, 2))
+    until(lambda: Path(f"/proc/{stopped.pid}/stat").read_text().split()[2] == "T", group)
+    until(lambda: first._member.failure, group)
+    first.close()
+    again = [
+        ShardedWriter(HALVES, rank, address, deadlines=QUICK, attempt=1, backend="shared_memory")
+        for rank in range(2)
+    ]
+    for rank, writer in enumerate(again):
+        writer.publish(3, values(HALVES, rank, 3))
+    until(lambda: group.versions == {3}, group)
+    os.kill(stopped.pid, signal.SIGCONT)
+    until(lambda: (tmp_path / "woken").exists(), group)
+    assert all(bool((tensor == 3).all()) for tensor in group.tensors[0].values())
+    both = 2 * ONE.flat(0).nbytes
+    until(lambda: sum((unnamed(os.getpid(), stopped.pid) - before).values()) <= both, group)
+    group.close()
+    for writer in reversed(again):
+        writer.close()
 
 
 def test_a_source_rank_writes_exactly_the_plans_bytes_and_sends_none(address, backend, monkeypatch):

@@ -1,5 +1,7 @@
 """What a trainer's rank and a generator's rank may count on, over gloo, in one process."""
 
+import select
+import socket
 import threading
 import time
 
@@ -38,6 +40,8 @@ from ..sharded_rig import (
 )
 
 MODEL = {"a": ((12, 8), "float32"), "b": ((8, 4), "float32"), "c": ((5,), "float32")}
+
+
 SOURCE, TARGET = Layout.fsdp(MODEL, 2), Layout.fsdp(MODEL, 3)
 
 
@@ -87,6 +91,30 @@ def test_a_version_goes_into_parameters_by_a_pointer_flip_between_two_buffers(ad
         assert sent.whole_bytes == sum(map(sum, sent.pair_bytes)) > 0, (
             "without deltas nothing is spared"
         )
+
+
+def test_parameters_keep_their_memory_where_they_are_asked_to(address, backend):
+    trainer = Trainer(SOURCE, address, backend=backend)
+    group = Group(TARGET, address, adopt="copy")
+    place = group.tensors[1]["a"].data_ptr()
+    for version in (1, 2):
+        tensors = trainer.publish(version)
+        until(lambda version=version: group.versions == {version}, group)
+        assert holds(group, tensors)
+    assert group.tensors[1]["a"].data_ptr() == place
+    group.close()
+    trainer.close()
+
+
+def test_an_old_version_stays_until_the_new_one_is_adopted(address, backend):
+    with plane(SOURCE, TARGET, address, backend=backend) as (trainer, group):
+        first = trainer.publish(1)
+        until(lambda: group.versions == {1}, group)
+        second = trainer.publish(2)
+        until(lambda: all(reader.poll() for reader in group.readers))
+        assert group.versions == {1} and holds(group, first)
+        group.adopt()
+        assert group.versions == {2} and holds(group, second)
 
 
 def test_a_snapshot_may_change_at_once_and_late_groups_still_get_it(address):
@@ -146,6 +174,52 @@ def test_a_trainer_that_will_not_wait_gives_the_transfer_up_and_the_group_takes_
         assert "generator-0" in trainer.writers[0].faults
 
 
+def test_a_publish_never_waits_and_the_newest_version_goes_out_when_a_buffer_is_free(
+    address, gate, backend
+):
+    with plane(SOURCE, TARGET, address, backend=backend, bucket_bytes=64) as (trainer, group):
+        until(lambda: all(reader.epoch for reader in group.readers))
+        gate.clear()
+        trainer.publish(1)
+        until(lambda: trainer.status().state == "taking")
+        tensors = [trainer.publish(version) for version in range(2, 9)][-1]
+        gate.set()
+        until(lambda: group.versions == {8}, group, trainer)
+        assert holds(group, tensors)
+
+
+@pytest.mark.parametrize("settle", [(), (1,), (0, 1)], ids=str)
+def test_when_both_buffers_are_being_sent_a_version_waits_for_poll(address, gate, backend, settle):
+    trainer = Trainer(SOURCE, address, backend=backend, bucket_bytes=64)
+    gate.clear()
+    trainer.publish(1)
+    slow = Group(TARGET, address, "slow")
+    until(lambda: all(writer._member.kept == {1} for writer in trainer.writers))
+    trainer.publish(2)
+    other = Group(TARGET, address, "other")
+    until(lambda: all(writer._member.kept == {1, 2} for writer in trainer.writers))
+    mine = [shards(SOURCE, rank, full(SOURCE, 3)) for rank in range(2)]
+    assert [
+        writer.publish(3, tensors) for writer, tensors in zip(trainer.writers, mine, strict=True)
+    ] == [False] * 2
+    assert trainer.writers[0].pending == 3
+    for rank in settle:
+        trainer.writers[rank].settle(0.0)
+        assert trainer.writers[rank].pending is None
+        for tensor in mine[rank].values():
+            tensor.zero_()
+    gate.set()
+    if settle:
+        until(lambda: slow.versions == {1} and other.versions == {2}, slow, other, trainer)
+        trainer.publish(4)
+    newest = 4 if settle else 3
+    until(lambda: slow.versions == other.versions == {newest}, slow, other, trainer)
+    for group in (slow, other):
+        assert holds(group, full(SOURCE, newest))
+        group.close()
+    trainer.close()
+
+
 def test_a_byte_flipped_on_the_way_is_found_and_the_next_version_taken(address, monkeypatch):
     def flip(step):
         step.data[5] ^= 4
@@ -179,6 +253,16 @@ def test_notes_reach_the_readers_and_the_newest_wins(address):
         for step in (1, 2, 3):
             trainer.writers[0].tell({"step": step})
         until(lambda: all(reader.note == {"step": 3} for reader in group.readers))
+
+
+def test_a_loop_can_sleep_until_a_version_is_there(address):
+    with plane(SOURCE, Layout.whole(MODEL), address) as (trainer, group):
+        (reader,) = group.readers
+        assert reader.poll() is None
+        trainer.publish(1)
+        assert select.select([reader.socket], [], [], DEADLINE_S)[0]
+        assert reader.poll().version == 1
+        assert select.select([reader.socket], [], [], 0)[0] == []
 
 
 def test_a_second_trainer_at_one_address_is_turned_away(address):
@@ -272,6 +356,61 @@ def test_a_wait_ends_at_its_deadline_and_tells_whether_the_trainer_lives(address
     trainer.close()
 
 
+def test_a_reader_that_leaves_is_no_fault_even_if_its_connection_is_found_closed_first(address):
+    trainer, group = Trainer(SOURCE, address), Group(Layout.whole(MODEL), address)
+    trainer.publish(1)
+    until(lambda: group.versions == {1}, group)
+    coordinator = trainer.writers[0]._coordinator
+    tick, left = coordinator.tick, []
+
+    def leaves_before(now):
+        if not left:
+            left.append(group.close())
+            time.sleep(0.3)
+            coordinator.tell({})
+        return tick(now)
+
+    coordinator.tick = leaves_before
+    until(lambda: left and not trainer.writers[0].readers)
+    assert not trainer.writers[0].faults
+    trainer.close()
+
+
+def test_ranks_may_meet_at_a_loopback_port_too():
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        address = f"tcp://127.0.0.1:{free.getsockname()[1]}"
+    with plane(SOURCE, TARGET, address) as (trainer, group):
+        tensors = trainer.publish(1)
+        until(lambda: group.versions == {1}, group)
+        assert holds(group, tensors)
+
+
+def test_nothing_is_left_at_the_address(address, tmp_path):
+    with plane(SOURCE, TARGET, address) as (trainer, group):
+        trainer.publish(1)
+        until(lambda: group.versions == {1}, group)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_no_thread_of_a_transfer_outlives_the_ends_that_began_it(address, monkeypatch):
+    abort = ProcessGroup.abort
+
+    def slow(group):
+        time.sleep(0.3)
+        abort(group)
+
+    monkeypatch.setattr(ProcessGroup, "abort", slow)
+    before = set(threading.enumerate())
+    with plane(SOURCE, TARGET, address) as (trainer, group):
+        trainer.publish(1)
+        until(lambda: group.versions == {1}, group)
+    assert not [
+        thread.name
+        for thread in set(threading.enumerate()) - before
+        if thread.name.startswith("weights")
+    ]
+
+
 @pytest.mark.parametrize("over", ["one host", "hosts"])
 def test_a_process_group_whose_peers_never_come_is_given_up_at_once(tmp_path, over):
     line = CoordinatorStore(1, lambda _: None)
@@ -327,3 +466,37 @@ def test_a_collective_never_holds_the_thread_that_keeps_the_deadline():
     thread.abort()
     assert ended.wait(DEADLINE_S) and thread.ended(DEADLINE_S)
     assert outcomes == [(7, "aborted")]
+
+
+def test_the_thread_that_keeps_the_deadline_breaks_a_transfer_off_that_passes_it():
+    stuck, over, ended, outcomes = threading.Event(), threading.Event(), threading.Event(), []
+
+    class Stuck:
+        def prepare(self) -> None:
+            pass
+
+        def transfer(self, version: int, deadline: float) -> TransferOutcome:
+            stuck.set()
+            assert over.wait(DEADLINE_S)
+            return TransferOutcome(BROKEN, "pair closed")
+
+        def abort(self) -> None:
+            over.set()
+
+        def close(self) -> None:
+            pass
+
+    def transferred(transfer: Transfer, outcome: TransferOutcome) -> None:
+        outcomes.append(outcome.fault)
+        ended.set()
+
+    thread = EpochThread(lambda stop: Stuck(), lambda fault, mismatch: None, transferred)
+    thread.look(1e9)
+    thread.transfer(Transfer(epoch=1, round=1, version=7), 100.0)
+    assert stuck.wait(DEADLINE_S)
+    thread.look(99.0)
+    assert not over.is_set()
+    thread.look(100.0)
+    assert ended.wait(DEADLINE_S) and outcomes == ["it was not over at its deadline: pair closed"]
+    thread.abort()
+    assert thread.ended(DEADLINE_S)
