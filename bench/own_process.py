@@ -14,6 +14,8 @@ from typing import Any
 from bench.chaos.program import Failed, Program
 
 WATCH_S = 0.5
+WATCH_SHARE = 0.02
+"""Of a core, that watching takes at most: reading the memory of a large process takes long."""
 
 
 def figures_of(
@@ -30,7 +32,7 @@ def figures_of(
 
     The child and what it started end with this call, also where this process is told to end
     meanwhile (SIGTERM). environment: the child's whole environment; None: this process's.
-    watch: called with the child's process id every half second while it runs.
+    watch: called with the child's process id while it runs, every half second or less often.
     """
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "figures.json"
@@ -40,8 +42,9 @@ def figures_of(
         deadline = time.monotonic() + timeout_s
         try:
             while watch is not None and not program.is_over and time.monotonic() < deadline:
+                began = time.monotonic()
                 watch(program.pid)
-                time.sleep(WATCH_S)
+                time.sleep(max(WATCH_S, (time.monotonic() - began) / WATCH_SHARE))
             program.wait(max(0.1, deadline - time.monotonic()))
             figures: dict[str, Any] = json.loads(out.read_text())
         except Failed as failure:
