@@ -4,6 +4,7 @@ alone, is none: it waits for what the function builds.
 
 import ast
 import functools
+import gc
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
@@ -23,10 +24,17 @@ def dotted(path: Path) -> str:
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
-@functools.cache
-def parsed(path: Path) -> ast.Module:
-    """A file's syntax tree; once for all tests."""
-    return ast.parse(path.read_text())
+def parse(path: Path) -> ast.Module:
+    """A file's syntax tree; no collection of garbage looks through it: two thirds of the time."""
+    gc.disable()
+    try:
+        return ast.parse(path.read_text())
+    finally:
+        gc.enable()
+
+
+parsed = functools.cache(parse)
+"""The same, once for all tests."""
 
 
 def statements(body: Iterable[ast.AST]) -> Iterator[ast.stmt]:

@@ -128,7 +128,7 @@ class Line:
             for at, runtime in enumerate(runtimes)
         ]
 
-    def run(self, until: float, nap_s: float = 0.001) -> None:
+    def run(self, until: float, nap_s: float = 0.01) -> None:
         while self.clock.now < until:
             moved = [loop.turn() for loop in self.loops]
             if not any(moved):
@@ -146,7 +146,7 @@ class Line:
 def test_one_that_spins_and_one_that_waits_for_it_come_out_as_what_they_are() -> None:
     clock = Clock()
     line = Line(clock, [Issued(clock, 0.03), Worked(clock, 0.01)])
-    line.run(200.0)
+    line.run(120.0)
     first, second = line.shares()
     assert first["busy"] == pytest.approx(0.75, abs=0.02) and second["busy"] == pytest.approx(
         0.25, abs=0.02
@@ -173,10 +173,10 @@ def test_one_with_rows_and_no_weights_is_starved_until_they_come_and_one_without
     withheld, idle = Worked(clock, 0.01, allowed=0), Worked(clock, 0.01, allowed=0)
     line = Line(clock, [Issued(clock, 0.0), withheld])
     alone = Line(clock, [idle])
-    line.run(130.0)
+    line.run(110.0)
     withheld.allowed = float("inf")
-    line.run(160.0)
-    alone.run(160.0)
+    line.run(120.0)
+    alone.run(120.0)
     assert line.shares()[1]["starved"] == pytest.approx(0.5, abs=0.02) == line.shares()[1]["busy"]
     assert alone.shares()[0]["waiting"] > 0.99
 
