@@ -161,7 +161,8 @@ def look(path: Path) -> SeenRun:
             " generator"
         )
     trainer, generator = ends[0]
-    steps = [line for line in lines_of(folder.read_metrics(), trainer) if "loss" in line]
+    recorded = lines_of(folder.read_metrics(), trainer)
+    steps = [line for line in recorded if "eval_accuracy" not in line]
     bound = int((config.get("max_staleness") or {}).get(trainer) or 0)
     counted = steps[2 * (bound + 1) + len(steps) // 10 : len(steps) - bound]
     if len(counted) < 10:

@@ -20,6 +20,7 @@ from dataflow.foresight.seen import look
 from dataflow.foresight.simulation.scenario import GeneratorCosts, Scenario, TrainerCosts
 from dataflow.foresight.simulation.simulate import simulate
 from dataflow.history.summary import summarize
+from dataflow.testing import FakeGenerator, FakePrompts, FakeTrainer
 from operators import Generator, Prompts, Trainer, episode
 from operators.credit import advantage
 from operators.losses import aipo
@@ -155,3 +156,15 @@ def test_a_run_that_is_too_short_calibrates_nothing(policy: Path, tmp_path: Path
         GraphError, match=r"has 4 steps, of which 0 can be counted; .* let it make 19 or more"
     ):
         look(made.folder)
+
+
+def test_steps_count_whether_or_not_the_trainer_records_a_loss(tmp_path: Path) -> None:
+    g, model = Graph("fakes"), Model("policy")
+    generator = FakeGenerator(model=model)
+    trainer = FakeTrainer(model=model, prompts_per_step=2)
+    trainer(generator(g.source(FakePrompts())))
+    g.feedback(trainer.weights, generator, max_staleness=1)
+    made = run(g, steps=4, on=inline(), runs=tmp_path, quiet=True)
+    with pytest.raises(GraphError, match="has 4 steps, of which 0 can be counted"):
+        look(made.folder)
+    assert summarize(RunFolder.open(made.folder), "", True).steps == 4
