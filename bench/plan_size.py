@@ -10,8 +10,8 @@ import time
 from dataflow import Graph, Model, Plan, scorer
 from dataflow.planning.hosts import Devices, Host
 from dataflow.planning.model_size import ModelSize
-from dataflow.planning.placing import rehost
 from dataflow.planning.plan import plan
+from dataflow.planning.seats import Fixed, Seat
 from dataflow.scheduler.table import Table
 from dataflow.testing import FakeGenerator, FakePrompts, FakeTrainer
 
@@ -58,12 +58,15 @@ def measure(hosts: int, gpus: int) -> dict[str, float]:
         explained = time.process_time()
         records = list(Table(graph=graph, plan=placed))
         lost = next(record for record in records if record.worker == "generator")
-        remaining = [record for record in records if record.host != lost.host]
         alive = {host.name for host in devices.hosts} - {lost.host}
-        tabled = time.process_time()
-        assert not isinstance(
-            rehost(placed, devices, alive, remaining, lost.worker, lost.replica), str
-        )
+        stay = {
+            (record.worker, record.replica): Seat(record.host, record.gpus)
+            for record in records
+            if record.host != lost.host
+        }
+        tabled, wanted = time.process_time(), (lost.worker, lost.replica)
+        seats, _ = placed.settle(devices, [wanted], Fixed(seats=stay, hosts=alive))
+        assert wanted in seats
         moved = time.process_time()
         figures |= {
             f"{way}_plan_s": planned - began,

@@ -39,6 +39,7 @@ DECISIONS = (
     "dataflow/scheduler/seating.py",
     "dataflow/scheduler/scaling.py",
     "dataflow/planning/placing.py",
+    "dataflow/planning/seats.py",
     "dataflow/worker/acknowledgements.py",
     "dataflow/rules.py",
     "transport/data/credit.py",

@@ -28,7 +28,7 @@ SCAN_BYTES_PER_S = 0.8e9
 
 
 @dataclass(frozen=True, kw_only=True)
-class Seat:
+class RankSeat:
     """Where one rank sits."""
 
     process: str
@@ -70,14 +70,14 @@ class WeightPath:
     than readers have them."""
 
 
-def choose(sources: Sequence[Seat], destinations: Sequence[Seat]) -> str:
+def choose(sources: Sequence[RankSeat], destinations: Sequence[RankSeat]) -> str:
     """The executor for all ranks of a trainer and all of a reader, by where they sit: one serves
     every pair.
     """
-    return chosen(Seats(sources), Seats(destinations))
+    return chosen(RankSeats(sources), RankSeats(destinations))
 
 
-def chosen(sources: "Seats", destinations: "Seats") -> str:
+def chosen(sources: "RankSeats", destinations: "RankSeats") -> str:
     """As `choose`, of a trainer whose ranks are looked up once for all of its readers."""
     ends = sources.telling(destinations), destinations.telling(sources)
     return next(
@@ -87,12 +87,12 @@ def chosen(sources: "Seats", destinations: "Seats") -> str:
     )
 
 
-class Seats:
+class RankSeats:
     """Ranks, by what `obstacle` looks at: of hundreds there are a hundred thousand pairs, and few
     that differ.
     """
 
-    def __init__(self, seats: Sequence[Seat]) -> None:
+    def __init__(self, seats: Sequence[RankSeat]) -> None:
         self.seats = seats
         self._at: dict[tuple[str, str, str], list[int]] = {}
         """Numbers of the ranks in a process, or on a device, of a machine."""
@@ -104,7 +104,7 @@ class Seats:
                 self._at.setdefault(key, []).append(number)
             self._alike.setdefault(seat.gpu, {}).setdefault(seat.machine, []).append(number)
 
-    def telling(self, readers: "Seats") -> list[Seat]:
+    def telling(self, readers: "RankSeats") -> list[RankSeat]:
         """Those that share a process or a device with one of the others; of the rest one for each
         kind of memory on each of the others' machines, and on any other: `obstacle` tells nothing
         else apart.
@@ -121,11 +121,11 @@ class Seats:
         return [self.seats[number] for number in numbers if number >= 0]
 
 
-def _keys(seat: Seat) -> tuple[tuple[str, str, str], tuple[str, str, str]]:
+def _keys(seat: RankSeat) -> tuple[tuple[str, str, str], tuple[str, str, str]]:
     return ("process", seat.machine, seat.process), ("device", seat.machine, seat.device)
 
 
-def obstacle(executor: str, source: Seat, destination: Seat) -> str | None:
+def obstacle(executor: str, source: RankSeat, destination: RankSeat) -> str | None:
     """What two ranks lack for an executor; None when it can serve them."""
     together = (source.machine, source.process) == (destination.machine, destination.process)
     if executor == "local":
@@ -254,14 +254,14 @@ def weight_paths(
         sources = [
             _seat(trainer, 0, rank, one_process=one_process) for rank in range(trainer.ranks)
         ]
-        looked_up = Seats(sources)
+        looked_up = RankSeats(sources)
         _check_alike(graph, feedback, sizes)
         for replica in range(reader.replicas):
             destinations = [
                 _seat(reader, replica, rank, one_process=one_process)
                 for rank in range(reader.ranks)
             ]
-            executor = chosen(looked_up, Seats(destinations))
+            executor = chosen(looked_up, RankSeats(destinations))
             if forced is not None:
                 _check_forced(forced, executor, trainer.node, sources, reader.node, destinations)
                 executor = forced
@@ -357,9 +357,9 @@ def _seat(
     *,
     one_process: bool = False,
     machine: str | None = None,
-) -> Seat:
+) -> RankSeat:
     """machine: where it is; None: where it is planned to be."""
-    return Seat(
+    return RankSeat(
         process="" if one_process else f"{placement.worker}-{replica}.{rank}",
         device=placement.device(replica, rank),
         machine=placement.host(replica, rank) if machine is None else machine,
@@ -382,9 +382,9 @@ def _check_forced(
     forced: str,
     chosen: str,
     trainer: str,
-    sources: Sequence[Seat],
+    sources: Sequence[RankSeat],
     reader: str,
-    destinations: Sequence[Seat],
+    destinations: Sequence[RankSeat],
 ) -> None:
     """Refuse an executor that cannot serve every pair of ranks."""
     for source, destination in itertools.product(sources, destinations):

@@ -1,6 +1,6 @@
 """Where one node of a graph runs: how often, on which devices, with how many threads."""
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from dataflow.planning.hosts import Devices, Host, named
@@ -154,6 +154,17 @@ def amount(size: int | None) -> str:
         ("GiB", 30) if size >= 1 << 30 else ("MiB", 20) if size >= 1 << 20 else ("KiB", 10)
     )
     return f"{size / (1 << shift):.1f} {unit}"
+
+
+def table(rows: Sequence[Sequence[str]], *, ruled: bool = False) -> list[str]:
+    """Lines with columns as wide as they must be. ruled: a line stands below the first row."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = [
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+        for row in rows
+    ]
+    rule = "  ".join("-" * width for width in widths)
+    return [lines[0], rule, *lines[1:]] if ruled else lines
 
 
 # A plan by host, as text: one line for all hosts that have the same.

@@ -1,6 +1,6 @@
 """Which worker runs what, on which devices: a pure function of graph and devices."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Literal
@@ -36,8 +36,17 @@ from dataflow.planning.hosts import Devices, named
 from dataflow.planning.inputs import Place, digest, read_place
 from dataflow.planning.memory_need import asleep_bytes, check_fit, need_of
 from dataflow.planning.model_size import ModelSize
-from dataflow.planning.placement import Need, Placement, Spot, amount, host_lines, spread_line
-from dataflow.planning.placing import NodeNeeds, neighbours_of, placed, workers_of
+from dataflow.planning.placement import (
+    Need,
+    Placement,
+    Spot,
+    amount,
+    host_lines,
+    spread_line,
+    table,
+)
+from dataflow.planning.placing import needs_of, neighbours_of, placed, workers_of
+from dataflow.planning.seats import Fixed, NodeNeeds, Replica, Seat, settle
 from dataflow.records import MESSAGE_BYTES, message_fault
 from dataflow.staleness import Bound, capacity
 from dataflow.structure import Structure, drawn_by, sinks_of, sources_of
@@ -192,6 +201,20 @@ class Plan:
         """The host of a process; empty: this machine."""
         return self.placements[self.workers[worker][0]].host(replica)
 
+    def settle(
+        self, devices: Devices, wanted: Iterable[Replica], fixed: Fixed
+    ) -> tuple[dict[Replica, Seat], dict[str, str]]:
+        """Seats for some replicas while a run of this plan goes on, as `seats.settle` has them.
+
+        devices: those of the plan, and hosts that joined since behind them.
+        """
+        needs = {
+            node: needs_of(placement)
+            for node, placement in self.placements.items()
+            if placement.worker not in self.neighbours
+        }
+        return settle(needs, devices, self.turns, self.neighbours, wanted, fixed)
+
     def digest(self) -> str:
         """The digest of the plan: equal where two processes have made the same plan."""
         return digest(self)
@@ -215,28 +238,14 @@ class Plan:
 
     def explain(self) -> str:
         """The plan as a table."""
-        head = ("node", "worker", "replicas", "ranks", "devices", "memory") + ("hosts",) * bool(
-            self.devices.hosts
-        )
-        rows = [
-            (
-                p.node,
-                p.worker,
-                str(p.replicas),
-                str(p.ranks),
-                p.devices,
-                amount(p.memory_bytes),
-                named(p.all_hosts),
-            )
-            for p in self.placements.values()
-        ]
-        widths = [max(len(row[i]) for row in [head, *rows]) for i in range(len(head))]
-        cells = [
-            [cell.ljust(width) for cell, width in zip(row, widths, strict=False)]
-            for row in [head, *rows]
-        ]
-        lines = ["  ".join(row).rstrip() for row in cells]
-        lines.insert(1, "  ".join("-" * width for width in widths))
+        rows = [["node", "worker", "replicas", "ranks", "devices", "memory"]]
+        for p in self.placements.values():
+            cells = [p.node, p.worker, str(p.replicas), str(p.ranks), p.devices]
+            rows.append([*cells, amount(p.memory_bytes)])
+        if self.devices.hosts:
+            hosts = ["hosts", *(named(p.all_hosts) for p in self.placements.values())]
+            rows = [[*row, cell] for row, cell in zip(rows, hosts, strict=True)]
+        lines = table(rows, ruled=True)
         lines += host_lines(self.devices, self.placements.values(), self.neighbours)
         for source, bound in self.bounds.items():
             lines.append(
@@ -310,7 +319,7 @@ def plan(
         weights: the executor of the weight plane; None: chosen for each reader.
         message_bytes: most bytes of one message on a data edge; a larger group goes in parts.
         place: by node, the host of its replicas, or several that they take in turn, or that the
-            ranks of a trainer are spread over; others are placed as `placing` says.
+            ranks of a trainer are spread over; others are placed as `seats` says.
         one_process: all operators run in one.
 
     Raises GraphError for unknown nodes and hosts, for more devices than there are, for ranks that
@@ -443,6 +452,7 @@ def _parts(
             may_spread=isinstance(operator, Spreads),
             tensor_parallel=operator.traits.tensor_parallel,
             dp_replicate=operator.traits.dp_replicate,
+            port=operator.traits.port,
         )
     return {name: parts[name] for name in dict.fromkeys([*gpus, *parts])}
 

@@ -567,22 +567,13 @@ def _missed(
 
 def _wait_for_room(table: Table, now: float) -> list[Command]:
     """Say once what the run waits for, and end it after the limit."""
-    homeless = seating.homeless(table, now)
-    if not homeless:
+    lack, limits = seating.no_room(table, now), table.limits
+    if not lack:
         table.no_room_since = None
-        return []
-    if table.no_room_since is None:
+    elif table.no_room_since is None:
         table.no_room_since = now
-        return [
-            NotifyUser(
-                f"{seating.wanted(table, homeless)}; the run waits {table.limits.host_s:.0f} s for"
-                " a host that joins (Limits.host_s)"
-            )
-        ]
-    if now - table.no_room_since > table.limits.host_s:
-        return [
-            EndRun(
-                no_host_for_too_long(table.limits, table.folder, seating.wanted(table, homeless))
-            )
-        ]
+        text = f"{lack}; the run waits {limits.host_s:.0f} s for a host that joins"
+        return [NotifyUser(f"{text} (Limits.host_s)")]
+    elif now - table.no_room_since > limits.host_s:
+        return [EndRun(no_host_for_too_long(limits, table.folder, lack))]
     return []

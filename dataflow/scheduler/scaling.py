@@ -19,6 +19,7 @@ from collections.abc import Collection, Iterable, Mapping
 
 from dataflow.errors import GraphError, nearest
 from dataflow.planning.gpu_groups import check_scaled
+from dataflow.planning.seats import Seat
 from dataflow.scheduler import seating
 from dataflow.scheduler.events import Command, NotifyUser, Send, StartWorker
 from dataflow.scheduler.table import Life, Membership, Table, WorkerRecord
@@ -181,7 +182,7 @@ def advance(table: Table) -> list[Command]:
         if len(live) >= count:
             del table.wishes[node]
         elif place is not None:
-            commands += _join(table, node, *place)
+            commands += _join(table, node, place)
     return commands
 
 
@@ -212,7 +213,7 @@ def repeat(table: Table) -> list[Command]:
 # Steps of a join and of a leave
 
 
-def _join(table: Table, node: str, host: str, gpus: tuple[int, ...]) -> list[Command]:
+def _join(table: Table, node: str, seat: Seat) -> list[Command]:
     replica = 1 + max(record.replica for record in table if record.worker == node)
     live = [record for record in table if record.membership is Membership.LIVE]
     newcomer = WorkerRecord(
@@ -220,8 +221,8 @@ def _join(table: Table, node: str, host: str, gpus: tuple[int, ...]) -> list[Com
         worker=node,
         replica=replica,
         nodes=tuple(table.plan.workers[node]),
-        host=host,
-        gpus=gpus,
+        host=seat.host,
+        gpus=seat.gpus,
         membership=Membership.JOINING,
     )
     newcomer.senders = {mate.name for mate in live if mate.worker in table.upstream(newcomer)}

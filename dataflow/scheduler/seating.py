@@ -4,91 +4,120 @@ its accelerators.
 A run that names no hosts has one, this machine, whose name is empty.
 """
 
-from collections.abc import Iterable, Sequence
-from typing import TypeAlias
+from collections.abc import Collection, Iterable
 
 from dataflow.planning.hosts import Devices, Host
-from dataflow.planning.placing import most_replicas, rehost, rehost_ranks, rooms_of
+from dataflow.planning.seats import Fixed, Replica, Seat
 from dataflow.scheduler.table import Life, Membership, Table, WorkerRecord
-
-Place: TypeAlias = tuple[str, tuple[int, ...]]
-"""A host, and numbers of accelerators over all hosts."""
 
 
 def seat(table: Table, records: Iterable[WorkerRecord]) -> list[WorkerRecord]:
     """Those of some workers that have a place for their next attempt: where the plan has them, or
     where they were, while that host lives, else where they are put now. The others have to wait.
     """
-    seated: list[WorkerRecord] = []
-    full: set[str] = set()
-    for record in records:
-        if may_go_home(table, record, _open(table)) and not _mates_stay(table, record):
+    due = list(records)
+    for record in due:
+        if may_go_home(table, record, _open(table)) and not _mates_stay(
+            table, record, _home(table, record).host
+        ):
             record.host, record.gpus, record.rank_hosts = _home(table, record)
-        hosts = table.hosts_of(record)
-        if all(host.is_alive for host in hosts):
-            seated += [record] if all(host.is_met for host in hosts) else []
-        elif record.worker not in full:  # where one replica has no room, no other has
-            if _move(table, record):
-                seated.append(record)
-            else:
-                full.add(record.worker)
-    return seated
-
-
-def homeless(table: Table, now: float) -> list[WorkerRecord]:
-    """Workers whose next attempt is due, and for which no host has room."""
-    if not table.hosts or table.is_ending:
-        return []
-    waiting = [
+    seats, _ = _seats(table, due)
+    for record in due:
+        if moved := seats.get((record.worker, record.replica)):
+            record.host, record.gpus, rank_hosts = moved
+            record.rank_hosts = rank_hosts or (record.host,) * len(record.rank_hosts)
+    return [
         record
-        for record in table
-        if record.is_due(now) and not all(host.is_alive for host in table.hosts_of(record))
+        for record in due
+        if not _is_homeless(table, record) and all(host.is_met for host in table.hosts_of(record))
     ]
-    one_each = {record.worker: record for record in waiting}
-    full = {
-        worker for worker, record in one_each.items() if not _move(table, record, only_look=True)
-    }
-    return [record for record in waiting if record.worker in full]
 
 
-def room_for(table: Table, worker: str, replica: int | None = None) -> Place | None:
-    """Room for a replica of a worker; None: there is none until somebody leaves or a host joins.
-
-    replica: of one that has no place; None: a newcomer.
+def no_room(table: Table, now: float) -> str:
+    """What workers need whose next attempt is due, and for which no host has room, and what there
+    is, as text; empty: each has room.
     """
-    if replica is None:
-        replica = 1 + max(record.replica for record in table if record.worker == worker)
-    seated = [
-        record for record in _seated(table) if (record.worker, record.replica) != (worker, replica)
+    if not table.hosts or table.is_ending:
+        return ""
+    due = [record for record in table if record.is_due(now) and _is_homeless(table, record)]
+    seats, refusals = _seats(table, due)
+    waiting = [record for record in due if (record.worker, record.replica) not in seats]
+    lost = [f"'{host.name}' {host.cause}" for host in table.hosts.values() if not host.is_alive]
+    bound = [
+        f"'{record.name}' keeps on host '{record.host}' what no other sees"
+        for record in waiting
+        if is_bound(table, record)
     ]
-    open_ = _sees_home(table) if _keeps(table, table.plan.workers[worker]) else _open(table)
-    place = rehost(table.plan, _devices(table), open_, seated, worker, replica)
-    return None if isinstance(place, str) else place
+    if bound:
+        return f"{'; '.join(bound)}, and nothing else can go on with that: {', '.join(lost)}"
+    if not waiting:
+        return ""
+    names = ", ".join(f"'{record.name}'" for record in waiting)
+    needed = [refusal.partition("; ")[0] for refusal in refusals.values()]
+    return f"no host has room for {names}: {'; '.join([*needed, *lost])}"
 
 
-def _move(table: Table, record: WorkerRecord, *, only_look: bool = False) -> bool:
-    """Give a worker another place; whether there is one. only_look: leave it where it is."""
-    if is_bound(table, record):
-        return False
-    if not record.rank_hosts:
-        place = room_for(table, record.worker, record.replica)
-        if place is not None and not only_look:
-            record.host, record.gpus = place
-        return place is not None
-    seated = [mate for mate in _seated(table) if mate is not record]
-    spread = rehost_ranks(table.plan, _devices(table), _sees_home(table), seated, record.worker)
-    if isinstance(spread, str):
-        return False
-    if not only_look:
-        record.rank_hosts, record.gpus = spread
-        record.host = record.rank_hosts[0]
-    return True
+def room_for(table: Table, worker: str) -> Seat | None:
+    """Room for a newcomer; None: there is none until somebody leaves or a host joins."""
+    newcomer = worker, 1 + max(record.replica for record in table if record.worker == worker)
+    return _settled(table, [newcomer], _open(table))[0].get(newcomer)
 
 
-def _home(table: Table, record: WorkerRecord) -> tuple[str, tuple[int, ...], tuple[str, ...]]:
-    """The planned place: host, accelerators, hosts of its ranks."""
+def most(table: Table, worker: str) -> int | None:
+    """Replicas that the accelerators of all hosts have room for; None: it runs on the CPU."""
+    if not table.plan.placements[worker].gpus:
+        return None
+    devices = _devices(table)
+    numbers = {record.replica for record in table if record.worker == worker}
+    replicas = [(worker, number) for number in sorted(numbers.union(range(devices.gpus)))]
+    return len(_settled(table, replicas, None)[0])
+
+
+def _seats(
+    table: Table, records: Iterable[WorkerRecord]
+) -> tuple[dict[Replica, Seat], dict[str, str]]:
+    """Seats for those of some workers that cannot stay where they are."""
+    replicas = [
+        (record.worker, record.replica)
+        for record in records
+        if _is_homeless(table, record) and not is_bound(table, record)
+    ]
+    return _settled(table, replicas, _open(table)) if replicas else ({}, {})
+
+
+def _settled(
+    table: Table, wanted: Collection[Replica], hosts: Collection[str] | None
+) -> tuple[dict[Replica, Seat], dict[str, str]]:
+    """Seats for some replicas, while all others stay where they are."""
+    plan = table.plan
+    private = {host.name for host in table.hosts.values() if host.facts.own_folder}
+    fixed = Fixed(
+        seats={
+            (record.worker, record.replica): Seat(record.host, record.gpus, record.rank_hosts)
+            for record in table
+            if record.membership is not Membership.LEFT
+            and (record.worker, record.replica) not in wanted
+        },
+        hosts=hosts,
+        barred={worker: private for worker, nodes in plan.workers.items() if _keeps(table, nodes)},
+    )
+    return plan.settle(_devices(table), wanted, fixed)
+
+
+def _home(table: Table, record: WorkerRecord) -> Seat:
+    """The planned place."""
     placement = table.plan.placements[record.nodes[0]]
-    return placement.host(record.replica), placement.gpus_of(record.replica), placement.rank_hosts
+    return Seat(
+        placement.host(record.replica), placement.gpus_of(record.replica), placement.rank_hosts
+    )
+
+
+def _is_homeless(table: Table, record: WorkerRecord) -> bool:
+    """Whether a worker cannot start where it is: hosts are lost, or workers that it takes turns
+    with are elsewhere.
+    """
+    is_lost = not all(host.is_alive for host in table.hosts_of(record))
+    return is_lost or _mates_stay(table, record, record.host)
 
 
 def may_go_home(table: Table, record: WorkerRecord, hosts: set[str]) -> bool:
@@ -108,24 +137,29 @@ def may_go_home(table: Table, record: WorkerRecord, hosts: set[str]) -> bool:
     } <= hosts & _open(table):
         return False
     group = table.plan.turns_of(record.worker)
-    apart = [seat for seat in _seated(table) if seat is not record and seat.worker not in group]
-    ports = [table.plan.placements[seat.nodes[0]].port for seat in apart if seat.host == host]
-    gpus_taken = {gpu for seat in apart for gpu in seat.gpus}
+    apart = [
+        mate
+        for mate in table
+        if mate is not record
+        and mate.worker not in group
+        and mate.membership is not Membership.LEFT
+    ]
+    ports = [table.plan.placements[mate.nodes[0]].port for mate in apart if mate.host == host]
+    gpus_taken = {gpu for mate in apart for gpu in mate.gpus}
     return not gpus_taken.intersection(gpus) and (not planned.port or planned.port not in ports)
 
 
-def _mates_stay(table: Table, record: WorkerRecord) -> bool:
-    """Whether some of the workers that take turns with it are elsewhere than planned, and stay
+def _mates_stay(table: Table, record: WorkerRecord, host: str) -> bool:
+    """Whether some of the workers that take turns with it are elsewhere than on a host, and stay
     there.
     """
-    mates = [
-        mate
-        for mate in table
-        if mate.worker in table.plan.turns_of(record.worker) and mate is not record
-    ]
+    group = table.plan.turns_of(record.worker)
     return any(
-        mate.life not in (Life.DOWN, Life.DYING) and mate.host != _home(table, mate)[0]
-        for mate in mates
+        mate.worker in group
+        and mate is not record
+        and mate.host != host
+        and mate.life not in (Life.DOWN, Life.DYING, Life.GONE)
+        for mate in (table if group else ())
     )
 
 
@@ -145,14 +179,6 @@ def _keeps(table: Table, nodes: Iterable[str]) -> bool:
     return any(table.graph.operators[node].kind == "sink" for node in both)
 
 
-def most(table: Table, worker: str) -> int | None:
-    """Replicas that the accelerators of all hosts have room for; None: it runs on the CPU."""
-    devices = _devices(table)
-    return most_replicas(
-        table.plan, devices, {host.name for host in devices.machines}, _seated(table), worker
-    )
-
-
 def device(table: Table, record: WorkerRecord) -> str:
     """Torch's name of the first device of a worker, on its host."""
     return _name(_devices(table), record.gpus[0]) if record.gpus else "cpu"
@@ -166,30 +192,6 @@ def rank_devices(table: Table, record: WorkerRecord) -> list[str]:
 
 def _name(devices: Devices, gpu: int) -> str:
     return f"cuda:{devices.number_there(gpu)}"
-
-
-def wanted(table: Table, records: Sequence[WorkerRecord]) -> str:
-    """What each worker needs, and what there is, as text."""
-    names = ", ".join(
-        f"'{record.name}' ({table.plan.placements[record.worker].share})" for record in records
-    )
-    open_, gpus_taken = _open(table), {gpu for record in _seated(table) for gpu in record.gpus}
-    hosts = ", ".join(
-        (
-            f"'{room.host.name}' has {room.host.gpus - len(gpus_taken.intersection(room.numbers))}"
-            " of"
-            f" {room.host.gpus} GPUs free"
-            if room.host.name in open_
-            else f"'{room.host.name}' {table.hosts[room.host.name].cause}"
-        )
-        for room in rooms_of(_devices(table))
-    )
-    if bound := [record for record in records if is_bound(table, record)]:
-        where = "; ".join(
-            f"'{record.name}' keeps on host '{record.host}' what no other sees" for record in bound
-        )
-        return f"{where}, and nothing else can go on with that: {hosts}"
-    return f"no host has room for {names}: {hosts}"
 
 
 def size(host: Host) -> str:
@@ -211,16 +213,3 @@ def _open(table: Table) -> set[str]:
         if table.hosts
         else {""}
     )
-
-
-def _sees_home(table: Table) -> set[str]:
-    """The names of open hosts that see the scheduler's folder."""
-    return {
-        name
-        for name in _open(table)
-        if name not in table.hosts or not table.hosts[name].facts.own_folder
-    }
-
-
-def _seated(table: Table) -> list[WorkerRecord]:
-    return [record for record in table if record.membership is not Membership.LEFT]

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from dataflow import Graph, GraphError, Model
 from dataflow.node import Traits
-from dataflow.planning.executors import EXECUTORS, Seat, choose, explain, obstacle
+from dataflow.planning.executors import EXECUTORS, RankSeat, choose, explain, obstacle
 from dataflow.planning.hosts import Devices
 from dataflow.planning.model_size import ModelSize
 from dataflow.planning.plan import Plan, plan
@@ -59,7 +59,7 @@ def weights_line(made: Plan) -> str:
 
 
 SEATS = [
-    Seat(process=process, device=device, machine=machine)
+    RankSeat(process=process, device=device, machine=machine)
     for process, device, machine in itertools.product(
         "ab", ("cpu", "cuda:0", "cuda:1"), ("here", "there")
     )
@@ -69,48 +69,60 @@ SEATS = [
 @pytest.mark.parametrize(
     ("source", "destination", "executor"),
     [
-        (Seat(process="a"), Seat(process="a"), "local"),
-        (Seat(process="a", device="cuda:0"), Seat(process="a"), "local"),
-        (Seat(process="a"), Seat(process="b"), "shared_memory"),
-        (Seat(process="a", device="cuda:0"), Seat(process="b"), "shared_memory"),
-        (Seat(process="a"), Seat(process="b", device="cuda:0"), "shared_memory"),
-        (Seat(process="a", device="cuda:0"), Seat(process="b", device="cuda:0"), "cuda_ipc"),
-        (Seat(process="a", device="cuda:0"), Seat(process="b", device="cuda:7"), "cuda_ipc"),
-        (Seat(process="a", machine="x"), Seat(process="a", machine="y"), "gloo"),
-        (Seat(process="a", device="cuda:0", machine="x"), Seat(process="b", machine="y"), "gloo"),
+        (RankSeat(process="a"), RankSeat(process="a"), "local"),
+        (RankSeat(process="a", device="cuda:0"), RankSeat(process="a"), "local"),
+        (RankSeat(process="a"), RankSeat(process="b"), "shared_memory"),
+        (RankSeat(process="a", device="cuda:0"), RankSeat(process="b"), "shared_memory"),
+        (RankSeat(process="a"), RankSeat(process="b", device="cuda:0"), "shared_memory"),
         (
-            Seat(process="a", device="cuda:0", machine="x"),
-            Seat(process="a", device="cuda:0", machine="y"),
+            RankSeat(process="a", device="cuda:0"),
+            RankSeat(process="b", device="cuda:0"),
+            "cuda_ipc",
+        ),
+        (
+            RankSeat(process="a", device="cuda:0"),
+            RankSeat(process="b", device="cuda:7"),
+            "cuda_ipc",
+        ),
+        (RankSeat(process="a", machine="x"), RankSeat(process="a", machine="y"), "gloo"),
+        (
+            RankSeat(process="a", device="cuda:0", machine="x"),
+            RankSeat(process="b", machine="y"),
+            "gloo",
+        ),
+        (
+            RankSeat(process="a", device="cuda:0", machine="x"),
+            RankSeat(process="a", device="cuda:0", machine="y"),
             "nccl",
         ),
     ],
 )
 def test_the_executor_follows_from_where_the_two_ranks_sit(
-    source: Seat, destination: Seat, executor: str
+    source: RankSeat, destination: RankSeat, executor: str
 ) -> None:
     assert choose([source], [destination]) == executor
 
 
 def test_one_executor_serves_every_pair_of_a_trainer_s_ranks_and_a_reader_s() -> None:
     here, there = (
-        (Seat(process="a", device="cuda:0"), Seat(process="b", device="cuda:1")),
-        Seat(process="c"),
+        (RankSeat(process="a", device="cuda:0"), RankSeat(process="b", device="cuda:1")),
+        RankSeat(process="c"),
     )
     assert choose(here, [there]) == "shared_memory"
-    assert choose(here, [there, Seat(process="d", machine="there")]) == "gloo"
+    assert choose(here, [there, RankSeat(process="d", machine="there")]) == "gloo"
     apart = [
-        Seat(process="c", device="cuda:0", machine="there"),
-        Seat(process="d", device="cuda:2"),
+        RankSeat(process="c", device="cuda:0", machine="there"),
+        RankSeat(process="d", device="cuda:2"),
     ]
     assert choose(here, apart) == "nccl"
-    assert choose(here, [*apart, Seat(process="e", device="cuda:1")]) == "gloo", (
+    assert choose(here, [*apart, RankSeat(process="e", device="cuda:1")]) == "gloo", (
         "two ranks cannot share a GPU"
     )
 
 
 @pytest.mark.parametrize(("source", "destination"), [*itertools.product(SEATS, SEATS)])
 def test_what_is_chosen_can_serve_and_the_choice_does_not_depend_on_the_direction(
-    source: Seat, destination: Seat
+    source: RankSeat, destination: RankSeat
 ) -> None:
     chosen = choose([source], [destination])
     assert obstacle(chosen, source, destination) is None
@@ -314,7 +326,8 @@ def test_of_many_ranks_few_pairs_tell_what_all_of_them_would(
     drawn: list[tuple[str, str, str]],
 ) -> None:
     seats = [
-        Seat(machine=machine, process=process, device=device) for machine, process, device in drawn
+        RankSeat(machine=machine, process=process, device=device)
+        for machine, process, device in drawn
     ]
     for at in range(1, len(seats)):
         here, there = seats[:at], seats[at:]

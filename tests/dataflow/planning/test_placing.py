@@ -369,6 +369,15 @@ def test_two_replicas_on_one_host_cannot_listen_on_one_port() -> None:
     assert free.placements["generator"].replicas == 2
 
 
+def test_replicas_that_listen_on_one_port_have_a_host_each_while_there_are_so_many() -> None:
+    devices = Devices.of([Host(name="wide", cpus=64), Host(name="small", cpus=2)])
+    graph = build(Listening(model=POLICY, port=8100))
+    made = plan(graph, devices, replicas={"generator": 2})
+    assert where(made)["generator"] == ("wide", "small")
+    free = plan(build(Listening(model=POLICY)), devices, replicas={"generator": 2})
+    assert where(free)["generator"] == ("wide", "wide")
+
+
 # For people
 
 

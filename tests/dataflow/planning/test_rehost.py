@@ -3,7 +3,7 @@ same table.
 """
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,22 +14,11 @@ from dataflow import Devices, Graph, Model, Plan, plan, scorer
 from dataflow.node import Traits
 from dataflow.planning.hosts import Host
 from dataflow.planning.model_size import ModelSize
-from dataflow.planning.placing import most_replicas, rehost
+from dataflow.planning.seats import Fixed, Replica, Seat
 from dataflow.testing import FakeGenerator, FakePrompts, FakeTrainer
 from operators import Logprobs
 
 POLICY = Model("policy")
-
-
-@dataclass(frozen=True)
-class Sitting:
-    """A worker in its place."""
-
-    worker: str
-    replica: int
-    host: str
-    gpus: tuple[int, ...] = ()
-    rank_hosts: tuple[str, ...] = ()
 
 
 @scorer
@@ -70,32 +59,50 @@ def hosts(count: int, **facts: int) -> Devices:
     return Devices.of([Host(name=name, **({"cpus": 4} | facts)) for name in "abcdefgh"[:count]])
 
 
-def seated(made: Plan) -> list[Sitting]:
+def seated(made: Plan) -> dict[Replica, Seat]:
     """As the plan has it."""
-    return [
-        Sitting(
-            worker, replica, made.host(worker, replica), made.placements[worker].gpus_of(replica)
+    return {
+        (worker, replica): Seat(
+            made.host(worker, replica), made.placements[worker].gpus_of(replica)
         )
         for worker, replica, _ in made.processes()
-    ]
+    }
 
 
-def moved(made: Plan, devices: Devices, alive: set[str], now: Sequence[Sitting]) -> list[Sitting]:
+def settled(
+    made: Plan,
+    devices: Devices,
+    alive: Collection[str],
+    stay: Mapping[Replica, Seat],
+    *wanted: Replica,
+) -> dict[Replica, Seat]:
+    """Seats for some workers, given where the others are."""
+    return made.settle(devices, wanted, Fixed(seats=stay, hosts=alive))[0]
+
+
+def refused(
+    made: Plan, devices: Devices, alive: Collection[str], stay: Mapping[Replica, Seat], worker: str
+) -> str:
+    """Why a worker's first replica finds no room, without what to do."""
+    seats, refusals = made.settle(devices, [(worker, 0)], Fixed(seats=stay, hosts=alive))
+    assert not seats
+    return refusals[worker].partition("; ")[0]
+
+
+def moved(
+    made: Plan, devices: Devices, alive: Collection[str], now: Mapping[Replica, Seat]
+) -> dict[Replica, Seat]:
     """Everybody in a place on hosts that live, as far as there is room; the others stay where they
     were.
     """
-    now = list(now)
-    for at, each in enumerate(now):
-        if each.host not in alive:
-            found = rehost(
-                made, devices, alive, [o for o in now if o != each], each.worker, each.replica
-            )
-            assert found == rehost(
-                made, devices, alive, [o for o in now if o != each], each.worker, each.replica
-            )
-            if not isinstance(found, str):
-                now[at] = Sitting(each.worker, each.replica, *found)
-    return now
+    lost = [replica for replica, seat in now.items() if seat.host not in alive]
+    found = settled(made, devices, alive, now, *lost)
+    assert found == settled(made, devices, alive, now, *lost)
+    return {**now, **found}
+
+
+def newcomers(worker: str, numbers: Iterable[int]) -> list[Replica]:
+    return [(worker, number) for number in numbers]
 
 
 # Examples
@@ -104,8 +111,7 @@ def moved(made: Plan, devices: Devices, alive: set[str], now: Sequence[Sitting])
 def test_on_the_cpu_the_workers_of_a_lost_host_go_where_there_are_fewest_per_core() -> None:
     devices = Devices.of([Host(name="a", cpus=4), Host(name="b", cpus=4), Host(name="c", cpus=16)])
     made = plan(build(), devices, place={"trainer": "a", "generator": "b"})
-    found = {each.worker: each.host for each in moved(made, devices, {"b", "c"}, seated(made))}
-    assert found["trainer"] == "c"
+    assert moved(made, devices, {"b", "c"}, seated(made))["trainer", 0].host == "c"
 
 
 def test_on_accelerators_the_first_free_row_is_taken_and_a_joined_host_has_the_last_numbers() -> (
@@ -114,21 +120,18 @@ def test_on_accelerators_the_first_free_row_is_taken_and_a_joined_host_has_the_l
     devices = hosts(3, gpus=4)
     made = plan(build(2), devices, gpus={"trainer": 2, "generator": 6})
     assert made.placements["generator"].hosts == ("a", "b", "b")
-    now = {
-        (each.worker, each.replica): each for each in moved(made, devices, {"b", "c"}, seated(made))
-    }
-    assert (
-        now["trainer", 0] == Sitting("trainer", 0, "c", (8, 9)) or now["generator", 0].host == "c"
-    )
-    assert {each.gpus for each in now.values() if each.host == "c" and each.gpus} == {
+    now = moved(made, devices, {"b", "c"}, seated(made))
+    assert {seat.gpus for seat in now.values() if seat.host == "c" and seat.gpus} == {
         (8, 9),
         (10, 11),
     }
     grown = Devices.of([*devices.hosts, Host(name="late", cpus=4, gpus=8)])
-    assert rehost(made, grown, {"late"}, [], "generator", 1) == ("late", (12, 13))
+    assert settled(made, grown, {"late"}, {}, ("generator", 1)) == {
+        ("generator", 1): Seat("late", (12, 13))
+    }
 
 
-def test_a_light_worker_follows_its_neighbours() -> None:
+def test_a_light_worker_follows_its_neighbours_which_are_placed_before_it() -> None:
     devices = hosts(3)
     made = plan(build(), devices, replicas={"generator": 2})
     assert (made.host("generator", 0), made.host("reward", 0), made.host("trainer", 0)) == (
@@ -136,11 +139,15 @@ def test_a_light_worker_follows_its_neighbours() -> None:
         "a",
         "c",
     )
-    found = {
-        (each.worker, each.replica): each.host
-        for each in moved(made, devices, {"b", "c"}, seated(made))
-    }
-    assert found["reward", 0] == found["prompts", 0] == "b" and found["generator", 0] == "b"
+    now = moved(made, devices, {"b", "c"}, seated(made))
+    assert {now[worker, 0].host for worker in ("reward", "prompts", "generator")} == {"b"}
+
+
+def test_the_largest_of_a_lost_host_is_placed_first() -> None:
+    devices = hosts(3, gpus=4)
+    made = plan(build(), devices, gpus={"generator": 1, "trainer": 4}, place={"trainer": "a"})
+    now = {("generator", 0): Seat("c", (8,)), ("trainer", 0): Seat("a", (0, 1, 2, 3))}
+    assert moved(made, devices, {"b"}, now)["trainer", 0] == Seat("b", (4, 5, 6, 7))
 
 
 def test_nobody_gets_between_those_who_take_turns_while_some_of_them_are_away() -> None:
@@ -153,8 +160,10 @@ def test_nobody_gets_between_those_who_take_turns_while_some_of_them_are_away() 
     graph.feedback(trainer.weights, generator, max_staleness=1)
     devices = hosts(2, gpus=5)
     made = plan(graph, devices, gpus={"generator": 4, "trainer": "generator", "reference": 1})
-    sits = [Sitting("generator", 2, "b", (7,))]
-    assert rehost(made, devices, {"b"}, sits, "reference", 0) == ("b", (9,))
+    stay = {("generator", 2): Seat("b", (7,))}
+    assert settled(made, devices, {"b"}, stay, ("reference", 0)) == {
+        ("reference", 0): Seat("b", (9,))
+    }
 
 
 def test_who_takes_turns_goes_together() -> None:
@@ -162,19 +171,21 @@ def test_who_takes_turns_goes_together() -> None:
     made = plan(
         build(), devices, gpus={"generator": 4, "trainer": "generator"}, place={"trainer": "a"}
     )
-    first = rehost(made, devices, {"b"}, [], "generator", 2)
-    assert first == ("b", (7,)), "the third of four in a row"
-    sits = [Sitting("generator", 2, "b", (7,))]
-    assert rehost(made, devices, {"b"}, sits, "trainer", 0) == ("b", (5, 6, 7, 8))
-    assert rehost(made, devices, {"b"}, sits, "generator", 4) == (
-        "b",
-        (5,),
-    ), "a newcomer shares them, too"
-    alone = plan(build(), devices, gpus={"generator": 2, "trainer": "generator"})
-    assert (
-        most_replicas(alone, devices, {"a", "b"}, [Sitting("trainer", 0, "a", (0, 1))], "generator")
-        == 5
+    third, trainer, newcomer = ("generator", 2), ("trainer", 0), ("generator", 4)
+    stay = settled(made, devices, {"b"}, {}, third)
+    assert stay == {third: Seat("b", (7,))}, "the third of four in a row"
+    assert settled(made, devices, {"b"}, stay, trainer) == {trainer: Seat("b", (5, 6, 7, 8))}
+    assert settled(made, devices, {"b"}, stay, newcomer) == {newcomer: Seat("b", (5,))}, (
+        "a newcomer shares them, too"
     )
+    assert settled(made, devices, {"b"}, {}, third, newcomer) == {
+        third: Seat("b", (7,)),
+        newcomer: Seat("b", (5,)),
+    }
+    alone = plan(build(), devices, gpus={"generator": 2, "trainer": "generator"})
+    stay = {trainer: Seat("a", (0, 1))}
+    found = settled(alone, devices, {"a", "b"}, stay, *newcomers("generator", range(10)))
+    assert [seat.gpus for seat in found.values()] == [(0,), (1,), (2,), (3,), (4,)]
 
 
 def test_whoever_listens_on_a_port_goes_where_nobody_else_has_it() -> None:
@@ -186,49 +197,38 @@ def test_whoever_listens_on_a_port_goes_where_nobody_else_has_it() -> None:
     made = plan(
         graph, devices, replicas={"generator": 2}, place={"generator": ("a", "b"), "trainer": "c"}
     )
-    other = Sitting("generator", 1, "b")
-    assert rehost(
-        made, devices, {"b", "c"}, [other, Sitting("trainer", 0, "c")], "generator", 0
-    ) == ("c", ())
-    assert rehost(made, devices, {"b"}, [other], "trainer", 0) == (
-        "b",
-        (),
-    ), "who listens on none goes anywhere"
-    refused = (
-        "'generator-0' listens on port 8100, which another worker has on each host that is left;"
-        " add a host"
+    stay, first = {("generator", 1): Seat("b"), ("trainer", 0): Seat("c")}, ("generator", 0)
+    assert settled(made, devices, {"b", "c"}, stay, first) == {first: Seat("c")}
+    assert settled(made, devices, {"b"}, stay, ("trainer", 0)) == {("trainer", 0): Seat("b")}, (
+        "who listens on none goes anywhere"
     )
-    assert str(rehost(made, devices, {"b"}, [other], "generator", 0)).startswith(refused)
+    assert (
+        refused(made, devices, {"b"}, stay, "generator")
+        == "'generator' needs 1 core on one host, but 'b' has another worker on port 8100"
+    )
 
 
 def test_without_room_it_says_what_is_needed_and_what_there_is() -> None:
     devices = hosts(2, gpus=4)
     made = plan(build(2), devices, gpus={"trainer": 3, "generator": 2})
-    sits = [each for each in seated(made) if each.worker == "trainer"]
-    (host,) = {each.host for each in sits}
-    assert host == "a"
-    assert (
-        rehost(made, devices, {"a"}, sits, "generator", 0)
-        == "'generator-0' needs 2 GPUs in a row on one host, but 'a' has 1 of 4 GPUs free; add a"
-        " host, or make room"
+    stay = {replica: seat for replica, seat in seated(made).items() if replica[0] == "trainer"}
+    assert {seat.host for seat in stay.values()} == {"a"}
+    wanted = "'generator' needs 2 GPUs in a row on one host, but"
+    assert refused(made, devices, {"a"}, stay, "generator") == f"{wanted} 'a' has 1 of 4 GPUs free"
+    assert refused(made, devices, set(), stay, "generator") == f"{wanted} there is none"
+    assert refused(made, devices, set(), stay, "reward") == (
+        "'reward' needs 1 core on one host, but there is none"
     )
-    assert (
-        rehost(made, devices, set(), sits, "generator", 0)
-        == "'generator-0' has no host left; add one"
-    )
-    assert most_replicas(made, devices, {"a"}, sits, "generator") == 0
-    assert most_replicas(made, devices, {"a", "b"}, sits, "generator") == 2
+    many = newcomers("generator", range(8))
+    assert len(settled(made, devices, {"a"}, stay, *many)) == 0
+    assert len(settled(made, devices, {"a", "b"}, stay, *many)) == 2
     sizes = {"policy": ModelSize(parameters=1000)}
     tight = Devices.of(
         [Host(name="a", cpus=4, memory_bytes=90_000), Host(name="b", cpus=4, memory_bytes=9_000)]
     )
     made = plan(build(), tight, sizes=sizes)
-    said = rehost(made, tight, {"b"}, [], "trainer", 0)
-    assert (
-        isinstance(said, str)
-        and "'trainer-0' needs 1 core and 15.6 KiB of memory" in said
-        and "8.8 KiB free" in said
-    )
+    told = refused(made, tight, {"b"}, {}, "trainer")
+    assert "'trainer' needs 1 core and 15.6 KiB of memory" in told and "8.8 KiB free" in told
 
 
 # Laws
@@ -270,30 +270,30 @@ def test_whoever_is_moved_has_room_and_its_ranks_are_together(
     now = seated(made)
     for _ in range(3):
         alive = set(data.draw(st.sets(st.sampled_from(names), min_size=1)))
-        now = moved(made, devices, alive, data.draw(st.permutations(now)))
-        placed = [each for each in now if each.host in alive]
+        now = moved(made, devices, alive, dict(data.draw(st.permutations(list(now.items())))))
+        placed = {replica: seat for replica, seat in now.items() if seat.host in alive}
         owner: dict[int, str] = {}
-        for each in placed:
-            placement = made.placements[each.worker]
-            assert len(each.gpus) == (placement.ranks if placement.gpus else 0)
-            assert {devices.host_of(gpu).name for gpu in each.gpus} <= {each.host}
-            assert (
-                list(each.gpus) == list(range(each.gpus[0], each.gpus[0] + len(each.gpus)))
-                if each.gpus
-                else True
-            )
-            group = made.turns_of(each.worker)
-            for gpu in each.gpus:
-                whose = group[0] if group else f"{each.worker}-{each.replica}"
+        for (worker, replica), seat in placed.items():
+            placement, gpus = made.placements[worker], seat.gpus
+            assert len(gpus) == (placement.ranks if placement.gpus else 0)
+            assert {devices.host_of(gpu).name for gpu in gpus} <= {seat.host}
+            assert not gpus or list(gpus) == list(range(gpus[0], gpus[0] + len(gpus)))
+            group = made.turns_of(worker)
+            for gpu in gpus:
+                whose = group[0] if group else f"{worker}-{replica}"
                 assert owner.setdefault(gpu, whose) == whose, f"accelerator {gpu} has two owners"
         for group in made.turns:
-            assert len({each.host for each in placed if each.worker in group}) <= 1
-            replicas = [each.gpus for each in placed if each.worker == "generator" and each.gpus]
+            of_group = {replica: seat for replica, seat in placed.items() if replica[0] in group}
+            assert len({seat.host for seat in of_group.values()}) <= 1
+            replicas = [
+                seat.gpus
+                for (node, _), seat in of_group.items()
+                if node == "generator" and seat.gpus
+            ]
             assert len(set(replicas)) == len(replicas)
-        waiting = [each for each in now if each.host not in alive]
+        waiting = [worker for (worker, _), seat in now.items() if seat.host not in alive]
         assert all(
-            made.placements[each.worker].gpus or made.placements[each.worker].ranks > 1
-            for each in waiting
+            made.placements[worker].gpus or made.placements[worker].ranks > 1 for worker in waiting
         )
 
 
@@ -304,23 +304,23 @@ def test_with_all_hosts_alive_a_plan_s_workers_have_room_one_by_one(
     made, devices = given_
     now = seated(made)
     alive = {host.name for host in devices.hosts}
-    for each in now:
-        found = rehost(
-            made,
-            devices,
-            alive,
-            [other for other in now if other != each],
-            each.worker,
-            each.replica,
-        )
-        assert not isinstance(found, str)
+    for replica in now:
+        stay = {other: seat for other, seat in now.items() if other != replica}
+        assert settled(made, devices, alive, stay, replica).keys() == {replica}
+
+
+@given(plans())
+def test_with_all_hosts_alive_and_nobody_in_place_all_are_where_the_plan_has_them(
+    given_: tuple[Plan, Devices],
+) -> None:
+    made, devices = given_
+    alive, now = {host.name for host in devices.hosts}, seated(made)
+    assert settled(made, devices, alive, {}, *now) == now
 
 
 def test_of_hundreds_the_one_accelerator_that_is_free_is_found() -> None:
     devices = Devices.of([Host(name=f"h{number}", cpus=16, gpus=8) for number in range(64)])
     made = plan(build(), devices, gpus={"generator": 512})
-    sits = [each for each in seated(made) if (each.worker, each.replica) != ("generator", 300)]
-    assert rehost(made, devices, {host.name for host in devices.hosts}, sits, "generator", 300) == (
-        "h37",
-        (300,),
-    )
+    lost, alive = ("generator", 300), {host.name for host in devices.hosts}
+    stay = {replica: seat for replica, seat in seated(made).items() if replica != lost}
+    assert settled(made, devices, alive, stay, lost) == {lost: Seat("h37", (300,))}

@@ -2,7 +2,6 @@
 pure functions.
 """
 
-from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -13,17 +12,8 @@ from rigs.spreading import POLICY, build
 from dataflow import Devices, GraphError, Plan, plan
 from dataflow.planning.hosts import Host
 from dataflow.planning.model_size import ModelSize
-from dataflow.planning.placing import divisions, rehost, rehost_ranks
+from dataflow.planning.seats import Fixed, Seat, divisions
 from dataflow.testing import FakeTrainer
-
-
-@dataclass(frozen=True)
-class Sitting:
-    worker: str
-    replica: int
-    host: str
-    gpus: tuple[int, ...] = ()
-    rank_hosts: tuple[str, ...] = ()
 
 
 def hosts(count: int, **facts: int) -> Devices:
@@ -209,28 +199,31 @@ def made_of_two() -> Plan:
     return plan(build(), hosts(3, gpus=2), gpus={"trainer": 4, "generator": 1})
 
 
+TRAINER, GENERATOR = ("trainer", 0), ("generator", 0)
+
+
 def test_ranks_go_where_there_is_room_now_and_together_where_one_host_has_it() -> None:
     made = made_of_two()
     assert made.placements["trainer"].rank_hosts == ("a", "a", "b", "b")
-    generator = Sitting("generator", 0, "c", (4,))
-    late = Host(name="late", cpus=4, gpus=2)
-    grown = Devices.of([*made.devices.hosts, late])
-    assert rehost_ranks(made, grown, {"b", "c", "late"}, [generator], "trainer") == (
-        ("b", "b", "late", "late"),
-        (2, 3, 6, 7),
-    )
+    fixed = Fixed(seats={GENERATOR: Seat("c", (4,))}, hosts={"b", "c", "late"})
+    grown = Devices.of([*made.devices.hosts, Host(name="late", cpus=4, gpus=2)])
+    assert made.settle(grown, [TRAINER], fixed)[0] == {
+        TRAINER: Seat("b", (2, 3, 6, 7), ("b", "b", "late", "late"))
+    }
     large = Devices.of([*made.devices.hosts, Host(name="late", cpus=4, gpus=8)])
-    assert rehost_ranks(made, large, {"b", "c", "late"}, [generator], "trainer") == (
-        ("late",) * 4,
-        (6, 7, 8, 9),
+    assert made.settle(large, [TRAINER], fixed)[0] == {TRAINER: Seat("late", (6, 7, 8, 9))}
+    seats, refusals = made.settle(made.devices, [TRAINER], fixed)
+    assert not seats and refusals["trainer"].startswith(
+        "'trainer' needs 4 GPUs in a row on one host, or an equal part of that on each of several,"
+        " but 'b' has 2 of 2 GPUs free"
     )
-    refused = rehost_ranks(made, made.devices, {"b", "c"}, [generator], "trainer")
-    assert isinstance(refused, str) and "'trainer-0' needs 4 GPUs in a row on one host" in refused
 
 
 def test_others_keep_off_what_each_host_has_of_a_trainer_that_is_spread() -> None:
     made = made_of_two()
-    trainer = Sitting("trainer", 0, "a", (0, 1, 2, 3), ("a", "a", "b", "b"))
-    assert isinstance(rehost(made, made.devices, {"a", "b"}, [trainer], "generator", 0), str)
-    less = Sitting("trainer", 0, "a", (0, 1, 2), ("a", "a", "b"))
-    assert rehost(made, made.devices, {"a", "b"}, [less], "generator", 0) == ("b", (3,))
+    all_four = Fixed(
+        seats={TRAINER: Seat("a", (0, 1, 2, 3), ("a", "a", "b", "b"))}, hosts={"a", "b"}
+    )
+    assert made.settle(made.devices, [GENERATOR], all_four)[0] == {}
+    less = Fixed(seats={TRAINER: Seat("a", (0, 1, 2), ("a", "a", "b"))}, hosts={"a", "b"})
+    assert made.settle(made.devices, [GENERATOR], less)[0] == {GENERATOR: Seat("b", (3,))}

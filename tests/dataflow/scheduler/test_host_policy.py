@@ -13,6 +13,7 @@ from test_scaling import addresses, planned
 from dataflow.errors import DataflowError, DeadlineError, RunError
 from dataflow.limits import Limits, Patience
 from dataflow.planning.hosts import Devices, Host
+from dataflow.planning.seats import Seat
 from dataflow.scheduler import events, seating
 from dataflow.scheduler.events import (
     Clear,
@@ -196,8 +197,8 @@ def test_without_room_a_run_says_so_goes_on_with_a_host_that_joins_or_ends_with_
     None
 ):
     wanted = (
-        "no host has room for 'generator-1' (1 GPU): 'a' has 0 of 2 GPUs free, 'b' has ended its"
-        " agent"
+        "no host has room for 'generator-1': 'generator' needs 1 GPU on one host, but 'a' has 0 of"
+        " 2 GPUs free; 'b' has ended its agent"
     )
     waits, ends = Run(), Run()
     for run in (waits, ends):
@@ -326,9 +327,9 @@ def test_a_leaver_that_was_told_to_stop_has_left_with_its_host() -> None:
 
 def test_a_newcomer_gets_the_accelerators_of_one_host_that_lives() -> None:
     run = Run((A, B, C))
-    assert seating.room_for(run.table, "generator") == ("b", (3,))
+    assert seating.room_for(run.table, "generator") == Seat("b", (3,))
     run.take(HostLost("b", "has ended its agent"))
-    assert seating.room_for(run.table, "generator") == ("c", (4,))
+    assert seating.room_for(run.table, "generator") == Seat("c", (4,))
 
 
 @pytest.mark.parametrize("life", [Life.FORKED, Life.STARTING, Life.DYING])
@@ -452,6 +453,23 @@ def test_one_that_dies_elsewhere_starts_where_the_plan_has_it() -> None:
     run.take(events.ProcessEvent("generator-1", "exited", -9, host="c"))
     assert spawned(run.tick(1.0, "a", "b", "c")) == ["generator-1"]
     assert run.table.workers["generator-1"].host == "b" and run.table.workers["stage-0"].host == "c"
+
+
+def test_who_takes_turns_follows_the_others_though_its_own_host_is_back() -> None:
+    graph, made = planned(
+        Devices.of((A, B)), gpus={"generator": 2, "trainer": "generator"}, place={"trainer": "a"}
+    )
+    table = Table(graph=graph, plan=made, limits=LIMITS)
+    trainer = table.workers["trainer-0"]
+    assert (trainer.host, trainer.gpus) == ("a", (0, 1))
+    for record in table:
+        record.life = Life.READY
+    for number in range(2):  # which began again at once, while the trainer was to wait
+        generator = table.workers[f"generator-{number}"]
+        generator.host, generator.gpus = "b", (2 + number,)
+    trainer.life, trainer.restart_at = Life.DOWN, 0.0
+    assert seating.seat(table, [trainer]) == [trainer]
+    assert (trainer.host, trainer.gpus) == ("b", (2, 3))
 
 
 def test_what_an_earlier_attempt_says_or_any_on_another_host_counts_nowhere() -> None:

@@ -14,8 +14,8 @@ from dataflow import Graph, GraphError, Model, scorer
 from dataflow.limits import Limits, Patience
 from dataflow.node import Transform
 from dataflow.planning.hosts import Devices
-from dataflow.planning.placing import spare
 from dataflow.planning.plan import Plan, plan
+from dataflow.planning.seats import spare
 from dataflow.scheduler import scaling
 from dataflow.scheduler.events import (
     Command,

@@ -135,7 +135,11 @@ def test_without_room_for_all_ranks_it_waits_for_a_host() -> None:
     run.take(HostLost("b", "has ended its agent"))
     run.exits()
     assert not any(isinstance(each, StartWorker) for each in run.tick())
-    assert seating.homeless(run.table, run.now) == [run.trainer]
+    assert seating.no_room(run.table, run.now) == (
+        "no host has room for 'trainer-0': 'trainer' needs 4 GPUs in a row on one host, or an equal"
+        " part of that on each of several, but 'a' has 2 of 2 GPUs free, 'c' has 1 of 2 GPUs free;"
+        " 'b' has ended its agent"
+    )
     run.take(events.HostJoined(Host(name="late", cpus=4, gpus=2)))
     assert any(isinstance(each, StartWorker) for each in run.tick())
     assert run.trainer.rank_hosts == ("a", "a", "late", "late")
