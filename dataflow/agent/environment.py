@@ -1,15 +1,17 @@
 """What a launcher tells an agent, as environment variables; its keys come by an inherited pipe or a
-private file.
+private file. And how an agent is started that is a child of its launcher.
 """
 
 import os
-import stat
-from collections.abc import MutableMapping
-from dataclasses import dataclass
+import subprocess
+from collections.abc import Mapping, MutableMapping
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from dataflow.errors import RunError
-from dataflow.system.security import KEYS_BYTES, RunKeys
+from dataflow.system.child import Child, program
+from dataflow.system.security import KEYS_BYTES, RunKeys, read_private
 
 _PREFIX = "DATAFLOW_AGENT_"
 
@@ -81,9 +83,41 @@ def _read(place: str) -> bytes:
     if place.startswith("fd:"):
         with os.fdopen(int(place.removeprefix("fd:")), "rb") as pipe:
             return pipe.read(KEYS_BYTES)
-    facts = Path(place).stat()
-    if stat.S_IMODE(facts.st_mode) & 0o077 or facts.st_uid != os.getuid():
-        raise ValueError(
-            f"mode {stat.S_IMODE(facts.st_mode):04o} and owner {facts.st_uid} let others read them"
+    return read_private(Path(place))
+
+
+def pipe_of(keys: bytes) -> int:
+    """A pipe that holds an agent's keys, to be handed down as `fd:NUMBER`."""
+    pipe, end = os.pipe()
+    os.write(end, keys)
+    os.close(end)
+    return pipe
+
+
+def start_agent(
+    environment: AgentEnvironment,
+    keys: bytes,
+    variables: Mapping[str, str] | None = None,
+    **given: Any,
+) -> Child:
+    """The agent of a host, which finds its keys in a pipe. variables: more of its environment.
+    `given` is for `program`.
+    """
+    pipe = pipe_of(keys)
+    environ = replace(environment, keys=f"fd:{pipe}").to_environ()
+    try:
+        return program(
+            "dataflow.agent",
+            keep=[pipe],
+            environment={**environ, **(variables or {})},
+            stdin=subprocess.DEVNULL,
+            **given,
         )
-    return Path(place).read_bytes()
+    finally:
+        os.close(pipe)
+
+
+def ended_agent(host: str, agent: Child, printed: str) -> str:
+    """That an agent has ended by itself, with the last line of what it printed."""
+    last_line = printed.strip().rpartition("\n")[2]
+    return f"the agent of host '{host}' {agent.state}: {last_line or 'it said nothing'}"

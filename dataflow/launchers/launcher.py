@@ -25,22 +25,11 @@ class Joining:
     folder: str
     """The run folder."""
 
-    def environment(
-        self, *, keys: str = "", host: str = "", address: str = "", cpus: str = "", gpus: str = ""
-    ) -> dict[str, str]:
-        """Variables for one agent. keys: where it finds them, `fd:NUMBER` or a path; `keys_file`
-        when empty.
-        """
-        environment = AgentEnvironment(
-            scheduler=self.address,
-            keys=keys or self.keys_file,
-            folder=self.folder,
-            host=host,
-            address=address,
-            cpus=cpus,
-            gpus=gpus,
+    def agent(self, **own: str) -> AgentEnvironment:
+        """What one agent is told. own: fields that are of it alone."""
+        return AgentEnvironment(
+            scheduler=self.address, keys=self.keys_file, folder=self.folder, **own
         )
-        return environment.to_environ()
 
 
 @runtime_checkable

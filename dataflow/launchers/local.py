@@ -1,18 +1,17 @@
 """Agents on this machine, as child processes: to try a run over hosts out, and to test one."""
 
-import os
 import signal
-import subprocess
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from dataflow.agent.agent import log_name
+from dataflow.agent.environment import ended_agent, start_agent
 from dataflow.errors import GraphError
 from dataflow.launchers.launcher import Joining
 from dataflow.planning.hosts import Host
 from dataflow.planning.this_machine import this_machine
-from dataflow.system.child import Child, program
+from dataflow.system.child import Child
 from dataflow.system.files import tail
 
 _END_S = 5.0
@@ -67,11 +66,7 @@ class Local:
         count, gpus = len(self.slots), this_machine().gpus
         self._folder = join.folder
         for number, (slot, part) in enumerate(zip(self.slots, self.parts(), strict=True)):
-            pipe, keys = os.pipe()
-            os.write(keys, join.keys)
-            os.close(keys)
-            environment = join.environment(
-                keys=f"fd:{pipe}",
+            environment = join.agent(
                 host=slot.host,
                 address=slot.address,
                 cpus=slot.cpus or str(part.cpus),
@@ -83,17 +78,15 @@ class Local:
                 else {}
             )
             with self._log(slot.host).open("ab") as log:
-                self._agents[slot.host] = program(
-                    "dataflow.agent",
-                    keep=[pipe],
-                    environment={**environment, **visible},
+                self._agents[slot.host] = start_agent(
+                    environment,
+                    join.keys,
+                    visible,
                     prefix=slot.prefix,
-                    stdin=subprocess.DEVNULL,
                     stdout=log,
                     stderr=log,
                     start_new_session=True,
                 )
-            os.close(pipe)
 
     def ended(self) -> list[str]:
         notices = []
@@ -101,10 +94,7 @@ class Local:
             status = agent.poll()
             if status is not None and host not in self._told:
                 self._told.add(host)
-                last_line = tail(self._log(host), 0).strip().rpartition("\n")[2]
-                notices.append(
-                    f"the agent of host '{host}' {agent.state}: {last_line or 'it said nothing'}"
-                )
+                notices.append(ended_agent(host, agent, tail(self._log(host))))
         return notices
 
     def stop(self) -> None:

@@ -259,7 +259,7 @@ class Slurm:
         self._log = Path(join.folder) / "logs" / "slurm-agents.log"
         self._step = started(
             self.command(self._log),
-            environment={**os.environ, **join.environment()},
+            environment={**os.environ, **join.agent().to_environ()},
             stdin=subprocess.DEVNULL,
         )
 

@@ -6,7 +6,6 @@ import functools
 import hashlib
 import os
 import socket
-import stat
 import sys
 import time
 from collections.abc import Mapping, MutableMapping
@@ -16,13 +15,13 @@ from pathlib import Path
 import zmq
 from zmq.utils import z85
 
-from dataflow.agent.environment import AgentEnvironment
+from dataflow.agent.environment import AgentEnvironment, pipe_of
 from dataflow.errors import DeadlineError, GraphError, RunError
 from dataflow.launchers.launcher import Joining
 from dataflow.launchers.local import Local, Slot
 from dataflow.system.addresses import resolved
 from dataflow.system.messages import MESSAGE_BYTES, Codec, Message, MessageError, Natural, Secret
-from dataflow.system.security import Guard, RunKeys, endpoint, present
+from dataflow.system.security import Guard, RunKeys, endpoint, present, read_private
 
 # How a process that knows an address and a secret learns which run it is to join, and with which
 # keys.
@@ -147,20 +146,12 @@ def ask(address: str, keys: RunKeys, rank: int, within_s: float) -> JoinReply:
 
 
 def _read(place: str | None) -> str:
-    if not place:
-        return ""
     try:
-        facts = Path(place).stat()
-        if stat.S_IMODE(facts.st_mode) & 0o077 or facts.st_uid not in (os.getuid(), 0):
-            raise GraphError(
-                f"others may read the secret in '{place}': its mode is"
-                f" {stat.S_IMODE(facts.st_mode):04o} and its owner {facts.st_uid}; make a new one,"
-                " with mode 0600"
-            )
-        return Path(place).read_text().strip()
-    except OSError as error:
+        return read_private(Path(place)).decode().strip() if place else ""
+    except (OSError, ValueError) as error:
         raise GraphError(
-            f"{SECRET_FILE} names '{place}', which cannot be read: {error.strerror}; make it"
+            f"{SECRET_FILE} names '{place}', which cannot be read: {error}; make a new one, with"
+            " mode 0600"
         ) from error
 
 
@@ -291,9 +282,7 @@ def become_agent(environ: MutableMapping[str, str], within_s: float) -> None:
     keys = secret_keys(environ)
     environ.pop(SECRET, None)
     answer = ask(endpoint(ranks.master, str(ranks.port)), keys, ranks.rank, within_s)
-    pipe, end = os.pipe()
-    os.write(end, answer.keys)
-    os.close(end)
+    pipe = pipe_of(answer.keys)
     os.set_inheritable(pipe, True)
     agent = AgentEnvironment(
         scheduler=answer.scheduler, folder=answer.folder, keys=f"fd:{pipe}"

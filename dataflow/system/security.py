@@ -1,7 +1,10 @@
 """Who may speak to the processes of a run: keys where it listens at an address."""
 
 import contextlib
+import os
 import socket
+import stat
+from pathlib import Path
 
 from dataflow.errors import GraphError
 from transport.security import (
@@ -25,7 +28,19 @@ __all__ = [
     "give_up_soon",
     "present",
     "reachable",
+    "read_private",
 ]
+
+
+def read_private(path: Path) -> bytes:
+    """What a file holds that only this user may read, or root. Raises OSError, and ValueError where
+    others may.
+    """
+    facts = path.stat()
+    mode, owner = stat.S_IMODE(facts.st_mode), facts.st_uid
+    if mode & 0o077 or owner not in (os.getuid(), 0):
+        raise ValueError(f"others may read it, with mode {mode:04o} and owner {owner}")
+    return path.read_bytes()
 
 
 def check_listen(host: str) -> None:

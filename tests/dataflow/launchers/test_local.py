@@ -1,5 +1,6 @@
 """The launcher of agents on this machine: what it starts, and what it says of them."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -73,7 +74,7 @@ def test_an_agent_that_ends_is_told_once_with_its_last_words(join: Joining) -> N
 
 
 def test_the_keys_stand_on_no_command_line_and_in_no_environment(join: Joining) -> None:
-    told = join.environment(keys="fd:3", host="a")
+    told = replace(join.agent(host="a"), keys="fd:3").to_environ()
     assert not any(join.keys.decode() in value for value in told.values())
     assert told["DATAFLOW_AGENT_KEYS"] == "fd:3"
     assert join.keys.decode() not in repr(join)

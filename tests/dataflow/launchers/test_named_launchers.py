@@ -43,7 +43,7 @@ def test_the_first_rank_has_what_the_environment_says_of_its_host(
     told: list[dict[str, str]] = []
     ended = SimpleNamespace(poll=lambda: 0, end=lambda within_s: 0)
     monkeypatch.setattr(
-        "dataflow.launchers.local.program",
+        "dataflow.agent.environment.program",
         lambda *_, environment, **__: told.append(environment) or ended,
     )
     ranked = Torchrun()

@@ -22,7 +22,7 @@ class ByHand:
     """Shared; `joining` is the file."""
 
     def start(self, join: Joining) -> None:
-        content = json.dumps(join.environment()).encode()
+        content = json.dumps(join.agent().to_environ()).encode()
         write_atomically(joining(Path(self.folder)), lambda file: file.write(content), flush=False)
 
     def ended(self) -> list[str]:
