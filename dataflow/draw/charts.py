@@ -197,19 +197,8 @@ def _body(chart: Chart) -> list[str]:
             ys[-1] - ys[0]
         )
 
-    for tick in ys:
-        y = place((first, tick))[1]
-        body.append(f'<path class="grid" d="M{_LEFT:g} {y:.1f}H{WIDTH - _RIGHT:g}"/>')
-        body.append(
-            f'<text class="axis end" x="{_LEFT - 7:g}" y="{y + 3.6:.1f}">{figure(tick)}</text>'
-        )
-    for tick in ticks(first, last, 5, whole=True):
-        if first <= tick <= last:
-            x = place((tick, ys[0]))[0]
-            body.append(
-                f'<text class="axis middle" x="{x:.1f}"'
-                f' y="{HEIGHT - _BOTTOM + 16:g}">{figure(tick)}</text>'
-            )
+    xs = [tick for tick in ticks(first, last, 5, whole=True) if first <= tick <= last]
+    body += _axes(xs, ys, place, _LEFT, WIDTH - _RIGHT)
     for step, label in chart.marks:
         x = place((min(max(step, first), last), ys[0]))[0]
         body.append(
@@ -222,6 +211,29 @@ def _body(chart: Chart) -> list[str]:
         )
         if len(line.points) >= SMOOTHED and not chart.dots:
             body.append(_path(_stream(line), [place(point) for point in thin(smooth(line.points))]))
+    return body
+
+
+def _axes(
+    xs: Sequence[float],
+    ys: Sequence[float],
+    place: Callable[[Point], Point],
+    left: float,
+    right: float,
+) -> list[str]:
+    """A line across for each of the values, which stands left of it; steps below them."""
+    body = []
+    for tick in ys:
+        y = place((0.0, tick))[1]
+        body.append(f'<path class="grid" d="M{left:g} {y:.1f}H{right:g}"/>')
+        body.append(
+            f'<text class="axis end" x="{left - 8:g}" y="{y + 3.6:.1f}">{figure(tick)}</text>'
+        )
+    for tick in xs:
+        x, bottom = place((tick, ys[0]))
+        body.append(
+            f'<text class="axis middle" x="{x:.1f}" y="{bottom + 17:g}">{figure(tick)}</text>'
+        )
     return body
 
 
@@ -296,33 +308,21 @@ def reward_curve_svg(
     xs = ticks(0, max(step for step, _ in (*reward, *accuracy)) or 1, 8, whole=True)
     last = max([step for step, _ in (*reward, *accuracy)] + [1.0])
 
-    def place(step: float, value: float) -> tuple[float, float]:
-        x = left + (width - left - right) * step / last
-        y = height - bottom - (height - top - bottom) * (value - ys[0]) / (ys[-1] - ys[0])
+    def place(point: Point) -> Point:
+        x = left + (width - left - right) * point[0] / last
+        y = height - bottom - (height - top - bottom) * (point[1] - ys[0]) / (ys[-1] - ys[0])
         return x, y
 
-    for tick in ys:
-        y = place(0, tick)[1]
-        body.append(f'<path class="grid" d="M{left:g} {y:.1f}H{width - right:g}"/>')
-        body.append(
-            f'<text class="axis end" x="{left - 9:g}" y="{y + 3.6:.1f}">{figure(tick)}</text>'
-        )
-    for tick in xs:
-        if tick <= last:
-            x = place(tick, 0)[0]
-            body.append(
-                f'<text class="axis middle" x="{x:.1f}"'
-                f' y="{height - bottom + 18:g}">{figure(tick)}</text>'
-            )
+    body += _axes([tick for tick in xs if tick <= last], ys, place, left, width - right)
     many = len(reward) >= SMOOTHED
     shown, means = (
-        [place(*at) for at in thin(reward)],
-        [place(*at) for at in thin(smooth(reward))] if many else [],
+        [place(at) for at in thin(reward)],
+        [place(at) for at in thin(smooth(reward))] if many else [],
     )
-    rounds = [place(*at) for at in accuracy]
+    rounds = [place(at) for at in accuracy]
     labels = _Labels([line for line in (shown, means, rounds) if line])
     for number, (step, label) in enumerate(marks):
-        x = place(min(step, last), 0)[0]
+        x = place((min(step, last), ys[0]))[0]
         body.append(f'<path class="grid changed" d="M{x:.1f} {top:g}V{height - bottom:g}"/>')
         is_end = step > last / 2
         rows = [top + 12 + 14 * ((number + row) % _MARK_ROWS) for row in range(_MARK_ROWS)]
@@ -333,16 +333,16 @@ def reward_curve_svg(
     if reward:
         name = "raw stream0" if many else "stream0"
         legend += [(name, "reward, mean of a step")]
-        body.append(_line(name, shown))
+        body.append(_path(name, shown))
         if many:
             legend += [("stream0", "its running mean")]
-            body.append(_line("stream0", means))
+            body.append(_path("stream0", means))
     if accuracy:
         legend += [("stream3", "accuracy on held-out prompts")]
-        body.append(_line("stream3", rounds))
-        body += [_dot(*place(*point), point) for point in accuracy]
+        body.append(_path("stream3", rounds))
+        body += [_dot(*place(point), point) for point in accuracy]
         for point in dict.fromkeys((accuracy[0], accuracy[-1])):
-            x, y = place(*point)
+            x, y = place(point)
             rows = [
                 y + far
                 for far in (-10, 19, -24, 33, -38, 47)
@@ -411,11 +411,6 @@ def _series(
 
 def _is_number(value: Any) -> bool:
     return isinstance(value, int | float) and abs(value) < LARGEST  # false for NaN
-
-
-def _line(name: str, points: Sequence[tuple[float, float]]) -> str:
-    path = "L".join(f"{x:.1f} {y:.1f}" for x, y in points)
-    return f'<g class="{name}"><path class="line" d="M{path}"/></g>'
 
 
 def _dot(x: float, y: float, point: tuple[float, float]) -> str:

@@ -2,6 +2,7 @@
 no SVG.
 """
 
+from bisect import bisect_right, insort
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -75,7 +76,6 @@ def columns_of(
 
 def link_routes(
     links: Sequence[ForwardEdge],
-    names: Sequence[str],
     chains: Mapping[tuple[str, str], Sequence[int]],
     boxes: Mapping[str, Rect],
     layer: Mapping[str, int],
@@ -386,24 +386,10 @@ def crossings(rows: Sequence[Sequence[int]], after: Sequence[Sequence[int]]) -> 
     total = 0
     for left, right in pairwise(rows):
         at = {item: index for index, item in enumerate(right)}
-        ends = [end for item in left for end in sorted(at[head] for head in after[item])]
-        total += _inversions(ends, len(right))
-    return total
-
-
-def _inversions(ends: Sequence[int], size: int) -> int:
-    tree = [0] * (size + 1)
-    total = 0
-    for count, end in enumerate(ends):
-        index, not_above = end + 1, 0
-        while index:
-            not_above += tree[index]
-            index -= index & -index
-        total += count - not_above
-        index = end + 1
-        while index <= size:
-            tree[index] += 1
-            index += index & -index
+        passed: list[int] = []
+        for end in (end for item in left for end in sorted(at[head] for head in after[item])):
+            total += len(passed) - bisect_right(passed, end)
+            insort(passed, end)
     return total
 
 
@@ -471,7 +457,7 @@ def arrange(
         )
         for item, name in enumerate(names)
     }
-    lines = link_routes(links, names, grid.chains, boxes, layer, columns, heights, spacing)
+    lines = link_routes(links, grid.chains, boxes, layer, columns, heights, spacing)
     detours = back_routes(backs, boxes, layer, columns, spacing)
     trunks = {
         link.tail: (columns[layer[link.tail]].right, boxes[link.tail].middle) for link in links
