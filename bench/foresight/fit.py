@@ -13,8 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from bench.foresight.published import Run
-from dataflow.foresight.parts import Parts
-from dataflow.foresight.rates import ASSUMED, Rates
+from dataflow.foresight.rates import ASSUMED, Parts, Rates
 
 Predict = Callable[[Run], float]
 _LEAST, _GRID = 0.01, 81

@@ -16,14 +16,13 @@ from dataflow.foresight.catalogue import DeviceKind, device_kind
 from dataflow.foresight.counts import Counts, counts
 from dataflow.foresight.generation import GeneratorReplica, generate, stragglers, sustain
 from dataflow.foresight.lengths import Lengths
-from dataflow.foresight.links import exchange
-from dataflow.foresight.parts import Parts
-from dataflow.foresight.rates import ASSUMED, Rates
+from dataflow.foresight.rates import ASSUMED, Parts, Rates
 from dataflow.foresight.training import BACKWARD, STATE_BYTES, Learners
 from transport.weights.costs.decoder import Decoder, Experts, Latent
 
 _SAMPLES = 1 << 14
 """Lengths: more than the rollouts of any step here, of which the longest matters."""
+_DTYPE_BYTES = 2
 _UPDATE = 1 + 1 + BACKWARD
 """Forward passes that an update comes to, with activations that are computed again."""
 _HALVES, _EIGHTHS = (4 / 8,), tuple(part / 8 for part in range(1, 8))
@@ -273,10 +272,25 @@ def seen(
                         if overlaps
                         else generate(choice, lengths, prompt, share, rates, of=rollouts)
                     ),
-                    exchange=Parts(links=0.0 if together else exchange(model, kind, makes) / takes),
+                    exchange=Parts(
+                        links=0.0 if together else _exchange(model, kind, makes) / takes
+                    ),
                 )
             )
     return min(readings, key=lambda run: run.predicted_s(rates))
+
+
+def _exchange(model: Counts, kind: DeviceKind, devices: int) -> float:
+    """Of a version by which every device takes in each tensor whole, as where ranks gather and then
+    broadcast.
+    """
+    nodes = max(1, -(-devices // kind.per_node))
+    nbytes = model.parameters * _DTYPE_BYTES
+    return (
+        nbytes / kind.within_bytes_per_s
+        if nodes == 1
+        else nbytes * (1 - 1 / nodes) / kind.between_bytes_per_s
+    )
 
 
 def cuts(model: Counts, kind: DeviceKind) -> list[tuple[int, int]]:

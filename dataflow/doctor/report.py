@@ -4,7 +4,7 @@ import contextlib
 import json
 import re
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ from dataflow.folder.run_folder import RunFolder
 from dataflow.folder.socket_folder import CONTROL
 from dataflow.history.describe import described
 from dataflow.history.resume import TIMES
+from dataflow.planning.placement import table
 from dataflow.system import processes, stacks
 from dataflow.system.files import tail, to_json
 from dataflow.system.optional_files import read_text
@@ -135,15 +136,8 @@ def ailments(folder: RunFolder) -> list[list[str]]:
     ]
 
 
-def table(rows: Iterable[Sequence[Any]]) -> list[str]:
-    """Columns that stand below each other."""
-    cells = [[str(cell) for cell in row] for row in rows]
-    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-    return [
-        "  "
-        + "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
-        for row in cells
-    ]
+def _table(rows: Sequence[Sequence[str]]) -> list[str]:
+    return [f"  {line}" for line in table(rows)]
 
 
 def _section(title: str, lines: list[str]) -> list[str]:
@@ -155,7 +149,7 @@ def _waits(facts: Facts) -> list[str]:
     for wait in waits(facts):
         node = facts.nodes[wait.node]
         lines.append([wait.node, f"waits for {wait.on},", f"{_how_long(node)}:", wait.why])
-    return table(lines) if lines else ["  nobody waits"]
+    return _table(lines) if lines else ["  nobody waits"]
 
 
 def _how_long(node: Node) -> str:
@@ -182,7 +176,7 @@ def _nodes(facts: Facts) -> list[str]:
                 f"{node.rows_out:,}",
             ]
         )
-    return table(rows)
+    return _table(rows)
 
 
 def _state(node: Node) -> str:
@@ -206,7 +200,7 @@ def _edges(facts: Facts) -> list[str]:
         ]
         for e in measured
     ]
-    return table(rows) if rows else []
+    return _table(rows)
 
 
 def _workers(facts: Facts) -> list[str]:
@@ -245,7 +239,7 @@ def _workers(facts: Facts) -> list[str]:
             ["", *[""] * has_hosts, "below it", *_process(rank), "", "", "", ""]
             for rank in worker.ranks
         ]
-    return table(rows)
+    return _table(rows)
 
 
 def _process(process: Process | None) -> list[str]:

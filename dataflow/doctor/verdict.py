@@ -132,12 +132,7 @@ def _away(worker: WorkerFacts) -> str:
 
 
 def _ends_of(start: str, following: dict[str, list[str]]) -> set[str]:
-    reached, todo = {start}, [start]
-    while todo:
-        for name in following.get(todo.pop(), ()):
-            if name not in reached:
-                reached.add(name)
-                todo.append(name)
+    reached = {start} | _reach(start, following)
     last = {name for name in reached if name not in following}
     return last or {name for name in reached if name in _reach(name, following)}
 

@@ -14,9 +14,8 @@ from dataflow.foresight.catalogue import device_kind, kind_named
 from dataflow.foresight.choice.candidates import Candidate, candidates
 from dataflow.foresight.choice.gains import gains
 from dataflow.foresight.choice.gains import told as told_gains
-from dataflow.foresight.choice.search import Objective, choose, foreseen_of
-from dataflow.foresight.choice.told import to_plain as to_plain_choice
-from dataflow.foresight.choice.told import ways
+from dataflow.foresight.choice.search import Objective, choose, foreseen_of, ways
+from dataflow.foresight.choice.search import to_plain as to_plain_choice
 from dataflow.foresight.choice.ways_out import advised, plan_or_advise, roomy
 from dataflow.foresight.foresee import foresee, ground_of, size_of
 from dataflow.foresight.rates import Constants

@@ -17,8 +17,8 @@ from dataflow.errors import GraphError
 from dataflow.foresight.catalogue import DeviceKind, device_kind
 from dataflow.foresight.counts import Counts, counts_of, decoder_of
 from dataflow.foresight.generation import GeneratorReplica, generate, prefill, sustain
-from dataflow.foresight.parts import Parts
-from dataflow.foresight.rates import ASSUMED_CONSTANTS, Constants
+from dataflow.foresight.lengths import mean_staleness
+from dataflow.foresight.rates import ASSUMED_CONSTANTS, Constants, Parts
 from dataflow.foresight.scenarios import (
     Foreground,
     Operation,
@@ -29,7 +29,6 @@ from dataflow.foresight.scenarios import (
 )
 from dataflow.foresight.simulation.scenario import Failures
 from dataflow.foresight.simulation.simulate import Simulated, simulate
-from dataflow.foresight.staleness import mean_staleness
 from dataflow.foresight.steps import check_covered
 from dataflow.foresight.workload import Workload
 from dataflow.node import Generate, Learn, Operator

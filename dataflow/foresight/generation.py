@@ -14,8 +14,7 @@ from dataflow.foresight.catalogue import DeviceKind
 from dataflow.foresight.counts import Counts
 from dataflow.foresight.lengths import Lengths
 from dataflow.foresight.links import PER_LAYER, all_reduces
-from dataflow.foresight.parts import Parts
-from dataflow.foresight.rates import Rates
+from dataflow.foresight.rates import Parts, Rates
 from dataflow.foresight.steps import ReplicaTimes
 
 _BYTES = {"bfloat16": 2, "float16": 2, "float32": 4, "fp8": 1}

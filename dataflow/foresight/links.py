@@ -28,16 +28,3 @@ def all_reduces(model: Counts, kind: DeviceKind, ranks: int, tokens: float) -> f
         if ranks > kind.per_node
         else kind.within_bytes_per_s
     )
-
-
-def exchange(model: Counts, kind: DeviceKind, devices: int, dtype_bytes: int = 2) -> float:
-    """Of a version by which every device takes in each tensor whole, as where ranks gather and then
-    broadcast.
-    """
-    nodes = max(1, -(-devices // kind.per_node))
-    nbytes = model.parameters * dtype_bytes
-    return (
-        nbytes / kind.within_bytes_per_s
-        if nodes == 1
-        else nbytes * (1 - 1 / nodes) / kind.between_bytes_per_s
-    )

@@ -1,12 +1,12 @@
 """A forecast, for people and for programs."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from dataflow.draw.charts import timeline_svg
 from dataflow.foresight.choice.ways_out import SPARE
 from dataflow.foresight.foresee import Foreseen
-from dataflow.planning.placement import amount
+from dataflow.planning.placement import amount, table
 
 _DRAWN_STEPS = 6
 
@@ -71,7 +71,7 @@ def lines(foreseen: Foreseen, prices: Mapping[str, float] | None = None) -> str:
         sentences.append(_money(foreseen, prices))
     return "\n".join(
         [
-            *table(head, rows),
+            *table([head, *rows], ruled=True),
             *sentences,
             "foreseen, not measured; assumed:",
             *(f"- {assumption}" for assumption in foreseen.assumed),
@@ -119,17 +119,6 @@ def to_plain(foreseen: Foreseen) -> dict[str, Any]:
         ],
         "assumed": list(foreseen.assumed),
     }
-
-
-def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
-    """Lines, with columns as wide as they must be."""
-    widths = [max(len(row[at]) for row in [head, *rows]) for at in range(len(head))]
-    table = [
-        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
-        for row in [head, *rows]
-    ]
-    table.insert(1, "  ".join("-" * width for width in widths).rstrip())
-    return table
 
 
 def _money(foreseen: Foreseen, prices: Mapping[str, float]) -> str:

@@ -17,9 +17,7 @@ from dataflow.foresight.counts import Counts, decoder_of
 from dataflow.foresight.generation import GeneratorReplica, prefill
 from dataflow.foresight.lengths import Lengths
 from dataflow.foresight.links import PER_LEARNT_LAYER
-from dataflow.foresight.parts import Parts
-from dataflow.foresight.rates import Constants, Rates
-from dataflow.foresight.sharding import waits_s
+from dataflow.foresight.rates import Constants, Parts, Rates
 from dataflow.foresight.simulation.clock import Processors
 from dataflow.foresight.simulation.scenario import (
     Failures,
@@ -30,7 +28,7 @@ from dataflow.foresight.simulation.scenario import (
     coarse,
 )
 from dataflow.foresight.steps import ReplicaTimes, steps_of
-from dataflow.foresight.training import LAST, STATE_BYTES, Learners
+from dataflow.foresight.training import LAST, STATE_BYTES, Learners, waits_s
 from dataflow.foresight.workload import CUTS, Workload
 from dataflow.node import Generate, Learn, Operator
 from dataflow.planning.gpu_groups import Group

@@ -8,13 +8,13 @@ import math
 from collections.abc import Sequence
 from dataclasses import astuple, dataclass, field
 from functools import cached_property
-from typing import Protocol
+from typing import TypeAlias
 
 from dataflow.errors import GraphError
 from dataflow.foresight.catalogue import DeviceKind
 from dataflow.foresight.counts import Counts, Decoder, Latent, counts
 from dataflow.foresight.kernel_tables import PACKAGE, KernelTable, Tables, version
-from dataflow.foresight.links import PER_LAYER
+from dataflow.foresight.links import PER_LAYER, all_reduces
 
 # A decode step of a server that takes in prompts between its steps: its work at full rates, and
 # seven constants.
@@ -220,12 +220,11 @@ def step(
         else _TILE
     )
     tiles = 2 * max(model.experts * spread * tile, model.experts_per_token * batch) / experts
-    sent = PER_LAYER * model.layers * 2 * (ranks - 1) / ranks * tokens * model.width * 2
     return TokenCost(
         memory=(nbytes / 8 + cache) / (ranks * kind.memory_bytes_per_s),
         products=products / ranks,
         tiles=tiles / ranks,
-        links=sent / kind.within_bytes_per_s,
+        links=all_reduces(model, kind, ranks, tokens),
         hops=exchanges * model.layers * math.log2(ranks),
         layers=model.layers,
         mixtures=model.mixtures,
@@ -464,20 +463,7 @@ CONSTANTS = ("data-sheets", "serving", "kernels")
 """The last needs an optional package, of which the second was fitted to rows."""
 
 
-class ReplicaTimes(Protocol):
-    """Of one replica."""
-
-    def decode(self, batch: float, seen: float) -> float:
-        """Seconds of one token for each of a batch, which look back at `seen` tokens each, in the
-        mean.
-        """
-
-    def prompt(self, tokens: float) -> float:
-        """Seconds of the prompt of one rollout among others."""
-
-    @property
-    def source(self) -> str:
-        """In words; says what is extrapolated of all that was asked so far."""
+ReplicaTimes: TypeAlias = Serving | Kernels
 
 
 def steps_of(

@@ -13,8 +13,7 @@ from dataflow.foresight.catalogue import DeviceKind, device_kind
 from dataflow.foresight.counts import counts_of, decoder_of
 from dataflow.foresight.foresee import only, size_of
 from dataflow.foresight.rates import ASSUMED, Rates
-from dataflow.foresight.sharding import waits_s
-from dataflow.foresight.training import Learners
+from dataflow.foresight.training import Learners, waits_s
 from dataflow.foresight.workload import Workload
 from dataflow.graph import Graph
 from dataflow.node import Generate, Learn, Operator

@@ -14,6 +14,7 @@ from dataflow.errors import GraphError
 from dataflow.foresight.choice.candidates import Candidate, candidates
 from dataflow.foresight.foresee import Foreseen, foresee, foreseen_on, ground_of, only, size_of
 from dataflow.foresight.rates import ASSUMED_CONSTANTS, Constants
+from dataflow.foresight.report import number
 from dataflow.foresight.scenarios import Foreground
 from dataflow.foresight.workload import Workload
 from dataflow.graph import Graph
@@ -21,6 +22,7 @@ from dataflow.node import Generate, Learn, Operator
 from dataflow.planning.gpu_groups import Wishes
 from dataflow.planning.hosts import Devices
 from dataflow.planning.memory_need import DoesNotFit, need_of
+from dataflow.planning.placement import table
 
 BEST = 10
 """The number of ways that are reported."""
@@ -164,7 +166,7 @@ def choose(
     tried = candidates(
         graph, devices, knobs=knobs, idle=objective.cost, workload=workload, rates=constants.learner
     )
-    for number, candidate in enumerate(tried):
+    for order, candidate in enumerate(tried):
         try:
             placed = _placed(graph, candidate, swapped)
             if lacks_memory(placed, candidate, devices):
@@ -174,7 +176,7 @@ def choose(
         except GraphError as error:
             refused[reason(str(error))] += 1
             continue
-        ranking.append((objective.of(estimate), number, candidate, ground))
+        ranking.append((objective.of(estimate), order, candidate, ground))
     if not ranking:
         _blame(graph, tried, devices, **how)
         raise GraphError(
@@ -355,3 +357,54 @@ def _others(ranking: Sequence[Candidate], leads: Candidate, promising: Sequence[
     alternatives.sort(key=lambda at: (sum(ranking[at].gpus.values()), *ranking[at].gpus.values()))
     step = max(1, len(alternatives) // _OTHERS)
     return alternatives[step // 2 :: step][:_OTHERS]
+
+
+# A result as text and as JSON.
+
+
+def ways(choice: SearchResult) -> str:
+    """The best ways, why the others lose, and which were refused."""
+    prices, best = choice.objective.prices, choice.ways[0]
+    sought = choice.objective.cost
+    head = ["ways to place it", "step, s"]
+    if best.foreseen.taken:
+        head += ["cost of a step" if prices is not None else "device seconds"]
+    rows = []
+    for way in choice.ways:
+        foreseen = way.foreseen
+        cost = cost_of(foreseen, prices)
+        least = cost_of(best.foreseen, prices) if sought else best.foreseen.step_s
+        more = "" if way is best else f"{(cost if sought else foreseen.step_s) / least - 1:+.0%}"
+        rows.append(
+            (
+                way.flags,
+                number(foreseen.step_s),
+                *([number(cost)] if foreseen.taken else []),
+                more,
+                f"'{foreseen.bottleneck.node}' is busy longest",
+                f"staleness {foreseen.staleness:.1f}",
+            )
+        )
+    summary = f"{choice.tried:,} ways looked at, {choice.simulated} simulated"
+    if choice.refused:
+        refused = ", ".join(f"{count:,} {why}" for why, count in choice.refused.items())
+        summary += f"; {sum(choice.refused.values()):,} refused: {refused}"
+    return "\n".join(["", *table([(*head, "", "why", ""), *rows], ruled=True), summary])
+
+
+def to_plain(choice: SearchResult) -> dict[str, Any]:
+    """For JSON: the best ways, and what was looked at."""
+    return {
+        "ways": [
+            {
+                "asked": way.flags,
+                "step_s": way.foreseen.step_s,
+                "taken": way.foreseen.taken,
+                "cost_of_a_step": cost_of(way.foreseen, choice.objective.prices),
+            }
+            for way in choice.ways
+        ],
+        "ways_tried": choice.tried,
+        "ways_simulated": choice.simulated,
+        "ways_refused": dict(choice.refused),
+    }

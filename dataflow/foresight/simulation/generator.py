@@ -12,13 +12,42 @@ from functools import cache
 from itertools import islice
 from operator import itemgetter
 
-from dataflow.foresight.simulation.clock import Clock, Event
-from dataflow.foresight.simulation.groups import SimulatedGroup
+from dataflow.foresight.simulation.clock import Clock, Event, Usage
 from dataflow.foresight.simulation.scenario import GeneratorCosts, Scenario
 from dataflow.foresight.simulation.turns import SimulatedTurns
-from dataflow.foresight.simulation.usage import Usage
 from dataflow.rules import LINGER_STEPS, Admission, enough, leaves, starts
 from dataflow.staleness import Bound
+
+
+class SimulatedGroup:
+    """What stands for `PromptGroup`: admission takes either."""
+
+    __slots__ = (
+        "from_versions",
+        "group_id",
+        "last",
+        "left",
+        "min_version",
+        "replica",
+        "tokens",
+        "unstarted",
+    )
+
+    def __init__(self, group_id: int, size: int, replica: int) -> None:
+        self.group_id, self.min_version, self.replica = group_id, 0, replica
+        self.unstarted = self.left = size
+        self.tokens = 0.0
+        """Of its completions."""
+        self.last = 0
+        """The stride of its replica at which the last of its rollouts ends that has begun."""
+        self.from_versions: list[tuple[int, int]] = []
+        """Versions under which some of its rollouts started, and how many of them."""
+
+    def again(self, size: int) -> None:
+        """Begin anew: what there was of its rollouts is lost."""
+        self.unstarted = self.left = size
+        self.tokens, self.last, self.from_versions = 0.0, 0, []
+
 
 # How long a replica takes to carry its rollouts on until something happens that others notice.
 

@@ -16,13 +16,11 @@ from numpy.typing import NDArray
 
 from dataflow.errors import GraphError
 from dataflow.foresight.lengths import Lengths
-from dataflow.foresight.simulation.clock import Clock, Event
+from dataflow.foresight.simulation.clock import Clock, Event, Usage
 from dataflow.foresight.simulation.generator import NODE as GENERATOR
-from dataflow.foresight.simulation.generator import SimulatedReplica
-from dataflow.foresight.simulation.groups import SimulatedGroup
+from dataflow.foresight.simulation.generator import SimulatedGroup, SimulatedReplica
 from dataflow.foresight.simulation.scenario import Scenario, ScorerCosts
 from dataflow.foresight.simulation.turns import SimulatedTurns
-from dataflow.foresight.simulation.usage import Usage
 from dataflow.foresight.training import LAST
 from dataflow.rules import InOrder, issue_until, queue_prompts, row_room
 from dataflow.staleness import Bound, capacity, sweep

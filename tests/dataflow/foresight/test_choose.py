@@ -27,8 +27,8 @@ from dataflow.foresight.choice.search import (
     cost_of,
     ranked,
     reason,
+    ways,
 )
-from dataflow.foresight.choice.told import ways
 from dataflow.foresight.command import read_devices, read_prices
 from dataflow.foresight.foresee import BRIEF_STEPS, SIMULATED_STEPS, foresee
 from dataflow.foresight.simulation.clock import Clock, Processors

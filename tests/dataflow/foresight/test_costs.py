@@ -17,8 +17,7 @@ from dataflow.foresight.command import read_devices
 from dataflow.foresight.counts import Counts, counts
 from dataflow.foresight.generation import GeneratorReplica, generate, stragglers, sustain
 from dataflow.foresight.lengths import Lengths
-from dataflow.foresight.parts import Parts
-from dataflow.foresight.rates import ASSUMED
+from dataflow.foresight.rates import ASSUMED, Parts
 from dataflow.foresight.training import BACKWARD, Learners
 from transport.weights import LayoutMismatch
 from transport.weights.costs.decoder import NAMED, Decoder

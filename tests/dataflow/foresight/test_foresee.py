@@ -11,13 +11,12 @@ from made_tables import put, write_flat
 from dataflow import Devices, Graph, GraphError, LoRA, Model, main, scorer
 from dataflow.foresight.calibration import read_constants
 from dataflow.foresight.choice.candidates import candidates
-from dataflow.foresight.choice.search import best_ways, choose
-from dataflow.foresight.choice.told import ways
+from dataflow.foresight.choice.search import best_ways, choose, ways
 from dataflow.foresight.command import read_devices
 from dataflow.foresight.foresee import Foreseen, foresee
 from dataflow.foresight.kernel_tables import _read
+from dataflow.foresight.lengths import mean_staleness
 from dataflow.foresight.report import lines
-from dataflow.foresight.staleness import mean_staleness
 from dataflow.foresight.workload import Workload, read_workload
 from operators import Generator, Logprobs, Prompts, Trainer, episode
 from operators.credit import advantage

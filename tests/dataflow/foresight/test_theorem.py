@@ -4,8 +4,7 @@ shared memory binds.
 
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
-
-from dataflow.foresight.memory_bounds import Best, Problem, best_asynchronous, best_synchronous
+from memory_bounds import Best, Problem, best_asynchronous, best_synchronous
 
 NUMBER = st.floats(0.1, 10)
 

@@ -26,8 +26,7 @@ from dataflow.foresight.command import read_devices
 from dataflow.foresight.counts import counts_of
 from dataflow.foresight.foresee import foresee
 from dataflow.foresight.rates import ASSUMED
-from dataflow.foresight.sharding import exchanged_s, waits_s
-from dataflow.foresight.training import Learners
+from dataflow.foresight.training import Learners, exchanged_s, waits_s
 from dataflow.foresight.workload import Workload
 from operators import Generator, Trainer
 from operators.losses import aipo
