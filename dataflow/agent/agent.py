@@ -88,13 +88,11 @@ class SchedulerSocket:
     unblocked by: -
     """
 
-    def __init__(
-        self, address: str, keys: RunKeys, name: str, clock: Callable[[], float] = time.monotonic
-    ) -> None:
+    def __init__(self, address: str, keys: RunKeys, name: str) -> None:
         """name: of this agent's process, unique among all that ever join the run."""
         self.address, self.trouble = address, "nobody answers there"
         """Where it leads, and what is wrong with that as far as is known."""
-        self._clock, self._numbered = clock, Numbered()
+        self._numbered = Numbered()
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self.socket = self._context.socket(zmq.DEALER)
         for option, value in (
@@ -114,7 +112,7 @@ class SchedulerSocket:
         """Send a message; never waits."""
         self._send(
             self._numbered.frames(
-                FROM_AGENT.encode(message), self._clock(), is_kept=not is_repeated(message)
+                FROM_AGENT.encode(message), time.monotonic(), is_kept=not is_repeated(message)
             )
         )
 
@@ -126,12 +124,12 @@ class SchedulerSocket:
         messages: deque[ToAgent] = deque()
         while self.socket.poll(0):
             try:
-                message = self._numbered.take(self.socket.recv_multipart(), self._clock())
+                message = self._numbered.take(self.socket.recv_multipart(), time.monotonic())
                 if message is not None:
                     messages.append(TO_AGENT.decode(message))
             except MessageError as error:
                 self.trouble = f"who is there speaks otherwise: {error}"
-        for frames in self._numbered.missing(self._clock()):
+        for frames in self._numbered.missing(time.monotonic()):
             self._send(frames)
         return list(messages)
 

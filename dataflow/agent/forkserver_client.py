@@ -37,6 +37,9 @@ from dataflow.system.child import KILL_S, Child, fork, refuse_used_cuda
 from dataflow.system.log import log_to
 from dataflow.system.messages import MessageError
 
+_TAKEOVER_S = 10.0
+"""For a forkserver that is taken over to answer."""
+
 Event = dict[str, Any]
 """{"event": "started" | "stopped" | "continued" | "exited" | "gone", "name", "pid", "status"}."""
 
@@ -197,7 +200,7 @@ class ForkserverClient:
 class TakenOverForkserver(ForkserverClient):
     """The forkserver of a scheduler that has ended."""
 
-    def __init__(self, takeover: str, timeout_s: float = 10.0) -> None:
+    def __init__(self, takeover: str) -> None:
         """Take the workers over. Errors: RunError when there is no such forkserver, or it does not
         answer.
         """
@@ -205,11 +208,11 @@ class TakenOverForkserver(ForkserverClient):
         """Every worker, as it was when its scheduler had ended: "name", "pid", "settings", "alive",
         "status"."""
         try:
-            connection = Channel(_connected(takeover, timeout_s), CODEC, SEND_S)
+            connection = Channel(_connected(takeover), CODEC, SEND_S)
         except OSError as error:
             raise _nobody(takeover, error) from error
         try:
-            while isinstance(message := connection.receive(timeout_s), Handed):
+            while isinstance(message := connection.receive(_TAKEOVER_S), Handed):
                 self.handed.append(asdict(message))
             if isinstance(message, AllHanded):
                 self._hold(connection, Child(message.pid))
@@ -226,11 +229,11 @@ class TakenOverForkserver(ForkserverClient):
             raise _nobody(takeover, error) from error
 
 
-def _connected(takeover: str, timeout_s: float) -> socket.socket:
+def _connected(takeover: str) -> socket.socket:
     """A connection to the socket at a path. Raises OSError."""
     with contextlib.ExitStack() as on_error:
         end = on_error.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
-        end.settimeout(timeout_s)
+        end.settimeout(_TAKEOVER_S)
         end.connect(takeover)
         on_error.pop_all()
     return end

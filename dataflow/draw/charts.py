@@ -126,6 +126,7 @@ SMOOTHED = 20
 """From so many points on, a running mean is drawn over them."""
 _LEFT, _RIGHT, _TOP, _BOTTOM = 52.0, 16.0, 36.0, 34.0
 _LEGEND = 26.0
+_COLUMNS = 2
 
 
 @dataclass(frozen=True)
@@ -165,10 +166,10 @@ def chart_svg(chart: Chart) -> str:
     return document(WIDTH, height, chart.title, [*_body(chart), *placed])
 
 
-def charts_svg(charts: Sequence[Chart], title: str, columns: int = 2) -> str:
+def charts_svg(charts: Sequence[Chart], title: str) -> str:
     """Several in one picture, with the names of the lines above them."""
-    rows = -(-len(charts) // columns)
-    width, top = WIDTH * min(columns, max(len(charts), 1)), 66.0
+    rows = -(-len(charts) // _COLUMNS)
+    width, top = WIDTH * min(_COLUMNS, max(len(charts), 1)), 66.0
     named = {line.stream: line for chart in charts for line in chart.lines}
     body = [f'<text class="heading" x="20" y="28">{xml(title)}</text>']
     body.append(
@@ -176,7 +177,7 @@ def charts_svg(charts: Sequence[Chart], title: str, columns: int = 2) -> str:
         f' 50)">{"".join(_legend([named[stream] for stream in sorted(named)]))}</g>'
     )
     for number, chart in enumerate(charts):
-        x, y = number % columns * WIDTH, top + number // columns * HEIGHT
+        x, y = number % _COLUMNS * WIDTH, top + number // _COLUMNS * HEIGHT
         body.append(f'<g transform="translate({x:g} {y:g})">{"".join(_body(chart))}</g>')
     return document(width, top + rows * HEIGHT + 8, title, body)
 
@@ -432,13 +433,7 @@ _LEAST = 0.6
 Span = tuple[float, float]
 
 
-def timeline_svg(
-    spans: Mapping[str, Sequence[Span]],
-    marks: Sequence[float],
-    title: str,
-    *,
-    unit: str = "seconds",
-) -> str:
+def timeline_svg(spans: Mapping[str, Sequence[Span]], marks: Sequence[float], title: str) -> str:
     """spans: by row, when it was at work, ascending; marks: the ends of steps. All in seconds; what
     is drawn lies between the first and the last mark. Rows beyond 24 are left out, and said to
     be.
@@ -490,7 +485,7 @@ def timeline_svg(
     omitted = f"; {len(rows) - len(shown)} more rows are left out" if len(rows) > len(shown) else ""
     body.append(
         f'<text class="axis middle" x="{(left + width - right) / 2:g}"'
-        f' y="{bottom + 38:.1f}">{xml(unit + omitted)}</text>'
+        f' y="{bottom + 38:.1f}">seconds{omitted}</text>'
     )
     return document(width, height, title, body)
 

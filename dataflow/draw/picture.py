@@ -163,12 +163,12 @@ def read(
     )
 
 
-def column_lines(added: Sequence[str], most: int = COLUMNS_SHOWN) -> list[str]:
+def column_lines(added: Sequence[str]) -> list[str]:
     """Names of new columns as a label of few lines, those that keep the books and the rest counted:
     `…+5`.
     """
     telling = [name for name in added if name not in _BOOKKEEPING] or list(added)
-    shown = [shorten(name) for name in telling[:most]]
+    shown = [shorten(name) for name in telling[:COLUMNS_SHOWN]]
     return shown if len(shown) == len(added) else [*shown, f"…+{len(added) - len(shown)}"]
 
 

@@ -310,9 +310,7 @@ class Foreground:
         )
 
 
-def scenario_of(
-    ground: Foreground, *, steps: int, failures: Failures | None = None, seed: int = 0
-) -> Scenario:
+def scenario_of(ground: Foreground, *, steps: int, failures: Failures | None = None) -> Scenario:
     """The graph's bounds, the plan's sizes, and each operator's seconds."""
     graph, plan, trainer, constants = ground.graph, ground.plan, ground.trainer, ground.constants
     shared = not plan.placements[ground.generator.name].gpus
@@ -352,7 +350,6 @@ def scenario_of(
                 else Processors()
             ),
             failures=failures or Failures(),
-            seed=seed,
             moves_s={ground.called(name): seconds for name, seconds in ground.moves_s.items()},
         )
     )

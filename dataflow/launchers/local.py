@@ -118,14 +118,12 @@ def local(
     names: Sequence[str] = (),
     addresses: Sequence[str] = (),
     prefixes: Sequence[Sequence[str]] = (),
-    listen: str = LOOPBACK,
 ) -> Local:
     """For `run(graph, on=local(3))`: so many agents on this machine, each with a socket folder of
     its own; hosts h1, h2, ..., which share its cores and accelerators, all on loopback.
 
     names, addresses, prefixes: of each, in its turn: its name, the address at which the others
-    reach it, a command that runs it, such as `nsenter ...`. listen: where they reach the scheduler.
-    Errors: GraphError.
+    reach it, a command that runs it, such as `nsenter ...`. Errors: GraphError.
 
     >>> from dataflow.launchers.local import local
     >>> [slot.host for slot in local(2).slots]
@@ -148,6 +146,5 @@ def local(
                 address=addresses[number] if addresses else LOOPBACK,
             )
             for number in range(count)
-        ],
-        listen,
+        ]
     )

@@ -175,6 +175,8 @@ Kind: TypeAlias = Literal["jobset", "rayjob"]
 PORT = 29500
 """MASTER_PORT; a pod has its network for itself."""
 _RESTARTS = 3
+_RAY_VERSION = "2.60.0"
+"""In the image; for a RayJob."""
 _USER = 1000
 """Of the image; the volume is made writable for it."""
 _ONCE = {"fsGroupChangePolicy": "OnRootMismatch"}
@@ -196,8 +198,6 @@ class Cluster:
     mark: str
     """Of this launch: its runs go to a folder with it, so that only its own restarts go on with
     them."""
-    ray_version: str = "2.60.0"
-    """In the image; for a RayJob."""
 
     def __post_init__(self) -> None:
         missing = [f"--{name}" for name in ("image", "claim") if not getattr(self, name)]
@@ -295,7 +295,7 @@ def rayjob(job: Job, cluster: Cluster) -> Sequence[Manifest]:
                 "shutdownAfterJobFinishes": True,
                 "backoffLimit": _RESTARTS,
                 "rayClusterSpec": {
-                    "rayVersion": cluster.ray_version,
+                    "rayVersion": _RAY_VERSION,
                     "authOptions": {"mode": "token"},
                     "headGroupSpec": head,
                     "workerGroupSpecs": [workers],

@@ -24,9 +24,9 @@ LEAST = 0.01
 
 @dataclass(frozen=True, kw_only=True)
 class Change:
-    """One change to a way."""
+    """One change to a way; without a text, the way itself."""
 
-    text: str
+    text: str = ""
     graph: Graph
     candidate: Candidate
     devices: Devices
@@ -50,7 +50,7 @@ def gains(graph: Graph, candidate: Candidate, devices: Devices, **how: Any) -> S
     """
     how["steps"] = min(how.get("steps") or STEPS, STEPS)
     before = _step_s(
-        Change(text="", graph=candidate.placed(graph), candidate=candidate, devices=devices), how
+        Change(graph=candidate.placed(graph), candidate=candidate, devices=devices), how
     )
     gained = []
     for change in changes(graph, candidate, devices):
@@ -75,7 +75,7 @@ def changes(graph: Graph, candidate: Candidate, devices: Devices) -> Iterator[Ch
     """All single changes that could be made: bounds, knobs, one replica more."""
     placed, devices = candidate.placed(graph), candidate.on(devices)
     candidate = replace(candidate, kinds=())
-    now = Change(text="", graph=placed, candidate=candidate, devices=devices)
+    now = Change(graph=placed, candidate=candidate, devices=devices)
     trainer, generator = only(placed, Learn), only(placed, Generate)
     bound = next(
         (feedback.max_staleness for feedback in placed.feedbacks if feedback.reader is generator),

@@ -42,7 +42,6 @@ class TrainerCosts:
 
     step_s: float
     """Of a step, besides its rows."""
-    rollout_s: float = 0.0
     token_s: float = 0.0
     """Of each token of completions but their last, and of one prompt for each group."""
     weights_s: float = 0.0

@@ -102,7 +102,7 @@ class SimulatedTrainer:
         tokens = (
             sum(group.tokens + scenario.prompt_tokens for group in self._groups) - LAST * rollouts
         )
-        seconds = costs.step_s + costs.rollout_s * rollouts + costs.token_s * tokens
+        seconds = costs.step_s + costs.token_s * tokens
         self._usage.begins()
         self._event = self._clock.after(seconds, self._made, shared=costs.shared)
 
