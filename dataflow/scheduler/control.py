@@ -41,7 +41,7 @@ from dataflow.scheduler.requests import (
 )
 from dataflow.scheduler.stall_watch import StallWatch
 from dataflow.scheduler.swap_requests import SwapRequests
-from dataflow.scheduler.table import Life, Table, WorkerRecord
+from dataflow.scheduler.table import ProcessState, Table, WorkerRecord
 from dataflow.system.files import only_told
 from dataflow.system.security import RunKeys
 from dataflow.worker.host import Settings
@@ -303,7 +303,9 @@ class Scheduler:
         self._apply(events.RunBegins())
         while not (self.table.begun or self.table.run.over):
             self.turn(0.1)
-            progress([record.name for record in self.table if record.life is not Life.READY])
+            progress(
+                [record.name for record in self.table if record.process is not ProcessState.READY]
+            )
 
     def scale(self, wishes: Mapping[str, int]) -> dict[str, dict[str, int]]:
         """Let processes of nodes join, or leave when they have done what they have, until each node
@@ -474,7 +476,7 @@ class Scheduler:
             failed
             and record is not None
             and record.is_live
-            and record.life not in (Life.DYING, Life.ENDING)
+            and record.process not in (ProcessState.DYING, ProcessState.ENDING)
         ):
             self._receive(self._server.drain(_DRAIN_S))
         self._apply(

@@ -22,7 +22,7 @@ from dataflow.graph import Graph
 from dataflow.node import Generate, Learn, Operator, Source
 from dataflow.planning.set_values import placed, settable_of
 from dataflow.scheduler.events import Command, NotifyUser, Send, Signal
-from dataflow.scheduler.table import ENDED, Life, Table, WorkerRecord
+from dataflow.scheduler.table import ENDED, ProcessState, Table, WorkerRecord
 from dataflow.scorer import Scorer
 from dataflow.settable import Settable, fitted, plain_value
 from dataflow.structure import Structure, leading
@@ -59,7 +59,7 @@ def check_swap(table: Table, node: str) -> None:
             " is ready"
         )
     record = worker_of(table, node)
-    if not table.begun or record.life is not Life.READY:
+    if not table.begun or record.process is not ProcessState.READY:
         raise RunError(
             f"'{record.name}', which runs '{node}', is {record.state} and not at work; ask again in"
             " a moment"
@@ -88,7 +88,11 @@ def swap_failed(
     table: Table, record: WorkerRecord, message: Failed, now: float
 ) -> list[Command] | None:
     """A worker could not be built: where that is for a swap, it is taken back; None: it is not."""
-    if table.swaps.worker != record.name or record.life is Life.READY or table.swaps.taken_back:
+    if (
+        table.swaps.worker != record.name
+        or record.process is ProcessState.READY
+        or table.swaps.taken_back
+    ):
         return None
     swap = table.swaps.made.pop()
     table.swaps.taken_back = (
@@ -183,7 +187,7 @@ def plan_changes(
                 value=plain_value(settable_of(changed_graph, change.node)[change.knob].value),
             )
     for record in _scorers(table, changes):
-        if table.swaps.worker or record.life is not Life.READY:
+        if table.swaps.worker or record.process is not ProcessState.READY:
             raise RunError(
                 f"'{record.name}', which is to start again with it, is {record.state}; ask again in"
                 " a moment"
@@ -212,7 +216,7 @@ def late(table: Table, number: int) -> list[str]:
     return [
         record.name
         for record in table
-        if record.life is not Life.GONE
+        if record.process is not ProcessState.GONE
         and (record.heartbeat is None or record.heartbeat.changed < number)
     ]
 

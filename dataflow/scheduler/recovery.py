@@ -30,7 +30,7 @@ from dataflow.scheduler.events import (
     Send,
     Signal,
 )
-from dataflow.scheduler.table import ENDED, Failure, HostRecord, Life, Table, WorkerRecord
+from dataflow.scheduler.table import ENDED, Failure, HostRecord, ProcessState, Table, WorkerRecord
 from dataflow.worker.messages import ALONE, Bye, Start
 
 _END_S = 5.0
@@ -114,9 +114,9 @@ def overdue(table: Table, record: WorkerRecord, now: float) -> str | None:
     limits, host = table.limits, table.hosts.get(record.host)
     # none of a silent host can be heard
     silent = (now if host is None else min(now, host.heard_at)) - record.heard_at
-    if record.life is Life.DYING:
+    if record.process is ProcessState.DYING:
         return record.cause if now - record.dying_since > _END_S else None
-    if record.life is Life.READY:
+    if record.process is ProcessState.READY:
         if silent > limits.hang_s:
             return f"has not answered for {silent:.0f} s"
         if record.heartbeat and record.heartbeat.turned_s > limits.stuck_s:
@@ -124,10 +124,14 @@ def overdue(table: Table, record: WorkerRecord, now: float) -> str | None:
         if record.heartbeat and record.heartbeat.asleep_s > limits.asleep_s:
             idle_s = record.heartbeat.asleep_s
             return f"was stuck in one slice of work, and has computed nothing for {idle_s:.0f} s"
-    elif table.begun and record.life is Life.STARTING and silent > _LOADING * limits.hang_s:
+    elif (
+        table.begun
+        and record.process is ProcessState.STARTING
+        and silent > _LOADING * limits.hang_s
+    ):
         return f"has not answered for {silent:.0f} s while it started"
     elif (
-        record.life in (Life.FORKED, Life.STARTING)
+        record.process in (ProcessState.FORKED, ProcessState.STARTING)
         and record.is_away
         and now - record.forked_at > limits.start_s
     ):
@@ -174,8 +178,8 @@ def _causes(failures: Iterable[Failure]) -> str:
     )
 
 
-# What becomes of one worker's process, and who is told: the transitions of `Life` that several
-# policies share.
+# What becomes of one worker's process, and who is told: the transitions of `ProcessState` that
+# several policies share.
 
 
 def exited(
@@ -187,12 +191,12 @@ def exited(
     record.has_process = False
     ranks: list[Command] = [EndRanks(record.name, record.attempt)] if record.is_spread else []
     if record.may_end and not table.is_closing:
-        record.life = Life.GONE
+        record.process = ProcessState.GONE
         # which the next scheduler could not ask for
         record.earlier, record.heartbeat = record.told, None
         return [*ranks, *scaling.exited(table, record)]
-    if record.life is Life.ENDING or table.is_closing:
-        record.life = Life.GONE
+    if record.process is ProcessState.ENDING or table.is_closing:
+        record.process = ProcessState.GONE
     elif record.is_live:
         return [*ranks, *fell(table, record, cause, now, with_host=with_host)]
     return ranks
@@ -228,7 +232,7 @@ def give_up(table: Table, record: WorkerRecord) -> list[Command]:
     """A worker is down while the run is ending: without a trainer that is not done it cannot end as
     it should, nor one that never began.
     """
-    record.life, record.restart_at = Life.GONE, None
+    record.process, record.restart_at = ProcessState.GONE, None
     if not table.begun:
         return [EndRun(WorkerDied(table.obituary(record)))]
     if any(
@@ -270,7 +274,7 @@ def wake(table: Table, record: WorkerRecord, now: float) -> list[Command]:
     record.stopped_since = None
     noticed = (
         [FaultNoticed(record.name, STOPPED, record.attempt, since)]
-        if record.life is Life.READY
+        if record.process is ProcessState.READY
         else []
     )
     return [*noticed, Signal(record.name, signal.SIGCONT)]
@@ -342,7 +346,7 @@ def _take(
     for record in records:
         commands += _adopt(table, record, processes.get(record.name), now)
     commands += again
-    for record in [record for record in records if record.life is Life.READY]:
+    for record in [record for record in records if record.process is ProcessState.READY]:
         missed = [
             message
             for node in record.nodes
@@ -378,19 +382,19 @@ def _adopt(
     table: Table, record: WorkerRecord, process: KeptProcess | None, now: float
 ) -> list[Command]:
     if record.has_process:
-        if record.life in (Life.READY, Life.ENDING):
+        if record.process in (ProcessState.READY, ProcessState.ENDING):
             record.wired = True
             return []
         record.restart_at, record.wired = None, False
         record.die("was not at work when the scheduler ended", now)
         return [Signal(record.name, signal.SIGKILL)]
-    if record.life is Life.GONE:
+    if record.process is ProcessState.GONE:
         return []
     if record.may_end:
-        record.life = Life.GONE
+        record.process = ProcessState.GONE
         return scaling.exited(table, record)
-    if record.life is Life.ENDING or table.run.over:
-        record.life = Life.GONE
+    if record.process is ProcessState.ENDING or table.run.over:
+        record.process = ProcessState.GONE
         return []
     if record.restart_at is not None:
         is_fault = has_failed(record)
@@ -449,7 +453,7 @@ def lose_host(table: Table, name: str, cause: str, now: float) -> list[Command]:
     if host is None or not host.is_alive:
         return []
     host.is_alive, host.is_met, host.cause = False, True, cause
-    workers = [record for record in _of(table, name) if record.life is not Life.GONE]
+    workers = [record for record in _of(table, name) if record.process is not ProcessState.GONE]
     names = ", ".join(record.name for record in workers)
     commands: list[Command] = [
         NotifyUser(f"host '{name}' {cause}; with it fell {names or 'no worker'}")
@@ -464,7 +468,7 @@ def lose_host(table: Table, name: str, cause: str, now: float) -> list[Command]:
             name in record.rank_hosts
             and record.host != name
             and record.has_process
-            and record.life is not Life.DYING
+            and record.process is not ProcessState.DYING
         ):
             commands += kill(table, record, f"had ranks on host '{name}', which {cause}", now)
     host_lost(table, host, now)
@@ -502,7 +506,7 @@ def _go_back(table: Table, now: float) -> list[Command]:
     moved = [
         record
         for record in table
-        if record.life is Life.READY and seating.may_go_home(table, record, settled)
+        if record.process is ProcessState.READY and seating.may_go_home(table, record, settled)
     ]
     if not moved:
         return []

@@ -7,8 +7,8 @@ that passes; commands are processes to start, messages and signals to send, and 
 know (`events`), which `control.Scheduler` carries out. A scheduler that takes over begins with the
 table that the one before left (`folder.snapshot`), and an event of its own.
 
-The life of a worker, attempt by attempt; `Membership`, its place in the graph, stays over all of
-them (`scaling`):
+The `ProcessState` of a worker, attempt by attempt; `Membership`, its place in the graph, stays over
+all of them (`scaling`):
 
     FORKED ---- Hello ---> STARTING ---- Ready ---> READY ---- Bye, as it was told ---> ENDING
        |                      |                       |                                    |
@@ -36,7 +36,7 @@ from dataflow.folder.faults import STOPPED
 from dataflow.limits import drains_too_long, joins_too_long, starts_too_long
 from dataflow.planning.wiring import edges
 from dataflow.scheduler import events, live_changes, recovery, scaling
-from dataflow.scheduler.table import Life, Table, WorkerRecord
+from dataflow.scheduler.table import ProcessState, Table, WorkerRecord
 from dataflow.worker import messages
 
 
@@ -137,19 +137,23 @@ def _received(table: Table, event: events.Received, now: float) -> list[events.C
         return commands  # its last words
     if not _is_of(table, record, message):
         return [*commands, events.Refuse(f"'{name}'")]
-    if record.life is not Life.DYING:
+    if record.process is not ProcessState.DYING:
         record.heard_at = now
     elif not isinstance(message, messages.Heartbeat):
         return commands
     match message:
         case messages.Hello():
-            record.pid, record.machine, record.life = message.pid, message.machine, Life.STARTING
+            record.pid, record.machine, record.process = (
+                message.pid,
+                message.machine,
+                ProcessState.STARTING,
+            )
             commands += scaling.listens(table, record, message)
             if record.is_spread:
                 commands.append(events.StartRanks(name, message.ranks_at))
             commands += scaling.hello(table, record) if table.begun else _wire_all(table)
         case messages.Ready():
-            record.life = Life.READY
+            record.process = ProcessState.READY
             commands += [
                 events.NotifyUser(note) for note in message.notes if note not in table.notes
             ]
@@ -161,7 +165,9 @@ def _received(table: Table, event: events.Received, now: float) -> list[events.C
                 recovery.recovered(record, now)
                 commands.append(events.FaultRecovered(name))
                 commands += (
-                    _begin(table) if all(record.life is Life.READY for record in table) else []
+                    _begin(table)
+                    if all(record.process is ProcessState.READY for record in table)
+                    else []
                 )
         case messages.Confirmed():
             commands += scaling.confirmed(table, message.ticket)
@@ -178,7 +184,7 @@ def _received(table: Table, event: events.Received, now: float) -> list[events.C
             if not table.begun and message.error != WorkerDied.__name__:
                 commands.append(events.EndRun(RunError(f"worker '{name}' {record.cause}")))
         case messages.Bye():
-            record.life = Life.ENDING
+            record.process = ProcessState.ENDING
     return commands
 
 
@@ -254,7 +260,7 @@ def _to_nodes(table: Table, commands: list[messages.NodeCommand]) -> list[events
         events.Send(record.name, message)
         for message in commands
         for record in table
-        if message.node in record.nodes and record.life is Life.READY
+        if message.node in record.nodes and record.process is ProcessState.READY
     ]
 
 
@@ -270,7 +276,9 @@ def _process(table: Table, event: events.ProcessEvent, now: float) -> list[event
         record.has_process = True
     elif event.what == "stopped":
         record.stopped_since = now
-    elif event.what == "continued" and stopped_since is None and record.life is Life.READY:
+    elif (
+        event.what == "continued" and stopped_since is None and record.process is ProcessState.READY
+    ):
         return [
             events.FaultRecovered(record.name, f"worker {record.name} {STOPPED}, and was let go on")
         ]
@@ -299,7 +307,7 @@ def _forkserver_gone(table: Table) -> list[events.Command]:
 
 def _drain(table: Table, now: float) -> list[events.Command]:
     table.drains_until = now + table.limits.drain_s
-    down = [record for record in table if record.life is Life.DOWN]
+    down = [record for record in table if record.process is ProcessState.DOWN]
     commands = _to_nodes(table, table.run.drain())
     return [command for record in down for command in recovery.give_up(table, record)] + commands
 
@@ -340,7 +348,7 @@ def _watch(table: Table, now: float) -> list[events.Command]:
             commands += recovery.kill(table, record, cause, now)
     error: DeadlineError | None = None
     if not table.begun and now > table.starts_until:
-        late = [record.name for record in table if record.life is not Life.READY]
+        late = [record.name for record in table if record.process is not ProcessState.READY]
         error = starts_too_long(table.limits, table.folder, late)
     if table.run.draining and not table.run.over and now > table.drains_until:
         error = drains_too_long(table.limits, table.folder)

@@ -22,7 +22,7 @@ from dataflow.planning.gpu_groups import check_scaled
 from dataflow.planning.seats import Seat
 from dataflow.scheduler import seating
 from dataflow.scheduler.events import Command, NotifyUser, Send, StartWorker
-from dataflow.scheduler.table import Life, Membership, Table, WorkerRecord
+from dataflow.scheduler.table import Membership, ProcessState, Table, WorkerRecord
 from dataflow.structure import line_of, refreshes_of
 from dataflow.worker.messages import (
     AddReceivers,
@@ -72,7 +72,7 @@ def check(table: Table, wishes: Mapping[str, int]) -> None:
 
 def missing(table: Table, newcomer: WorkerRecord) -> str:
     """What a joining newcomer waits for, as text."""
-    if newcomer.life is not Life.STARTING:
+    if newcomer.process is not ProcessState.STARTING:
         return "its process to say hello"
     waited = sorted(set(newcomer.unconfirmed.values()))
     return f"{', '.join(waited)} to expect it" if waited else "its operator to be built"
@@ -246,7 +246,7 @@ def _wire(table: Table) -> list[Command]:
         newcomer is None
         or newcomer.wired
         or newcomer.unconfirmed
-        or newcomer.life is not Life.STARTING
+        or newcomer.process is not ProcessState.STARTING
     ):
         return []
     newcomer.wired = True

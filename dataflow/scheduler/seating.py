@@ -8,7 +8,7 @@ from collections.abc import Collection, Iterable
 
 from dataflow.planning.hosts import Devices, Host
 from dataflow.planning.seats import Fixed, Replica, Seat
-from dataflow.scheduler.table import Life, Membership, Table, WorkerRecord
+from dataflow.scheduler.table import Membership, ProcessState, Table, WorkerRecord
 
 
 def seat(table: Table, records: Iterable[WorkerRecord]) -> list[WorkerRecord]:
@@ -158,7 +158,7 @@ def _mates_stay(table: Table, record: WorkerRecord, host: str) -> bool:
         mate.worker in group
         and mate is not record
         and mate.host != host
-        and mate.life not in (Life.DOWN, Life.DYING, Life.GONE)
+        and mate.process not in (ProcessState.DOWN, ProcessState.DYING, ProcessState.GONE)
         for mate in (table if group else ())
     )
 

@@ -13,7 +13,7 @@ from dataflow.doctor.report import report
 from dataflow.doctor.verdict import MOVES_S, seconds, verdict
 from dataflow.errors import DeadlineError
 from dataflow.folder.run_folder import RunFolder
-from dataflow.scheduler.table import Life, Table, WorkerRecord
+from dataflow.scheduler.table import ProcessState, Table, WorkerRecord
 from dataflow.system.optional_files import Extras
 from dataflow.worker.host import Settings
 from dataflow.worker.messages import AskStacks
@@ -98,7 +98,7 @@ class StallWatch:
 
     def _ask_for_stacks(self) -> None:
         for record in self._table:
-            if record.life in (Life.STARTING, Life.READY):
+            if record.process in (ProcessState.STARTING, ProcessState.READY):
                 self._send(record.name, AskStacks())
 
     def _note(self, now: float) -> None:

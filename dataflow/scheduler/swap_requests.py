@@ -12,7 +12,7 @@ from dataflow.folder.live_changes import Swap
 from dataflow.scheduler import live_changes
 from dataflow.scheduler.control_server import Client, ControlServer
 from dataflow.scheduler.requests import Refused, Reply, SwapNode, Swapped
-from dataflow.scheduler.table import Life, Table, WorkerRecord
+from dataflow.scheduler.table import ProcessState, Table, WorkerRecord
 from dataflow.worker import swapped
 from dataflow.worker.host import Settings
 from dataflow.worker.messages import FromWorker, Tried
@@ -141,7 +141,7 @@ class SwapRequests:
             self._refuse(pending, f"{swaps.taken_back}; it goes on with the operator before")
         elif not swaps.worker:
             self._done(pending, Swapped(live_changes.swap_told(pending.swap)))
-        elif live_changes.worker_of(self._table, pending.swap.node).life is Life.GONE:
+        elif live_changes.worker_of(self._table, pending.swap.node).process is ProcessState.GONE:
             self._done(
                 pending, Refused(f"the run has ended before '{swaps.worker}' could start again")
             )

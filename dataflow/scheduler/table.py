@@ -98,8 +98,8 @@ class Swaps:
         return 1 + max((swap.number for swap in self.made), default=0)
 
 
-class Life(StrEnum):
-    """The life of a worker's process; `reducer` draws the transitions."""
+class ProcessState(StrEnum):
+    """How far a worker's process is; `reducer` draws the transitions."""
 
     FORKED = "forked"
     """Asked for; it has not said hello."""
@@ -141,7 +141,7 @@ class WorkerRecord:
     rank_hosts: tuple[str, ...] = ()
     """Hosts of the ranks of a trainer that is spread over several; `host` is the first one's."""
     gpus: tuple[int, ...] = ()
-    life: Life = Life.FORKED
+    process: ProcessState = ProcessState.FORKED
     membership: Membership = Membership.LIVE
     attempt: int = 0
     """How often it was started before."""
@@ -204,13 +204,16 @@ class WorkerRecord:
     @property
     def is_live(self) -> bool:
         """Whether its messages count: neither waiting for a restart nor at its end."""
-        return self.life not in (Life.DOWN, Life.GONE)
+        return self.process not in (ProcessState.DOWN, ProcessState.GONE)
 
     @property
     def is_away(self) -> bool:
         """Whether it has been at work in this run, and is not now."""
-        starts_again = self.attempt > 0 and self.life in (Life.FORKED, Life.STARTING)
-        return self.life in (Life.DYING, Life.DOWN) or starts_again
+        starts_again = self.attempt > 0 and self.process in (
+            ProcessState.FORKED,
+            ProcessState.STARTING,
+        )
+        return self.process in (ProcessState.DYING, ProcessState.DOWN) or starts_again
 
     @property
     def is_spread(self) -> bool:
@@ -229,12 +232,12 @@ class WorkerRecord:
     @property
     def may_wind_down(self) -> bool:
         """Whether it can wind down when it is told to stop."""
-        return self.has_process and self.pid > 0 and self.life is not Life.DYING
+        return self.has_process and self.pid > 0 and self.process is not ProcessState.DYING
 
     @property
     def state(self) -> str:
         """Its state as text."""
-        return str(self.membership if self.membership is Membership.LEFT else self.life)
+        return str(self.membership if self.membership is Membership.LEFT else self.process)
 
     @property
     def told(self) -> Told:
@@ -259,19 +262,19 @@ class WorkerRecord:
 
     def fork(self, now: float) -> None:
         """An attempt is requested; its process finds this scheduler."""
-        self.life, self.forked_at, self.heard_at = Life.FORKED, now, now
+        self.process, self.forked_at, self.heard_at = ProcessState.FORKED, now, now
         self.cause, self.lasting, self.restart_at = "", False, None
         self.is_reachable, self.deferred = True, []
 
     def die(self, cause: str, now: float, *, lasting: bool = False) -> None:
         """It failed, or is being killed."""
         self.lasting |= lasting
-        self.life, self.cause, self.dying_since = Life.DYING, self.cause or cause, now
+        self.process, self.cause, self.dying_since = ProcessState.DYING, self.cause or cause, now
 
     def fall(self, cause: str) -> None:
         """The attempt under way has ended, and another one may follow."""
         self.earlier, self.heartbeat = self.told, None
-        self.life, self.wired, self.pid, self.cause = Life.DOWN, False, 0, cause
+        self.process, self.wired, self.pid, self.cause = ProcessState.DOWN, False, 0, cause
 
     def to_plain(self) -> dict[str, Any]:
         """What the next scheduler cannot learn from the forkserver or from heartbeats; for JSON."""

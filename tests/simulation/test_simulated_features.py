@@ -16,7 +16,7 @@ from dataflow.scheduler import recovery, scaling
 from dataflow.scheduler.agents import Agents, HostMessages
 from dataflow.scheduler.events import HostJoined, KeptProcess, Send
 from dataflow.scheduler.state_machine import RunStateMachine
-from dataflow.scheduler.table import Life, Membership, Table, WorkerRecord
+from dataflow.scheduler.table import Membership, ProcessState, Table, WorkerRecord
 from dataflow.worker import ports
 from dataflow.worker.host import NodeLoops
 from dataflow.worker.messages import SenderEnded
@@ -281,9 +281,9 @@ def decisions_are_written_once_only(patch: Patch) -> None:
     patch.setattr(SnapshotFile, "write", lambda self: None if self._written else write(self))
 
 
-def taken_for(patch: Patch, life: Life) -> None:
+def taken_for(patch: Patch, state: ProcessState) -> None:
     def adopted(table: Table, record: WorkerRecord, process: KeptProcess | None, now: float) -> Any:
-        record.life = life
+        record.process = state
         return adopt(table, record, process, now)
 
     adopt = recovery._adopt
@@ -291,11 +291,11 @@ def taken_for(patch: Patch, life: Life) -> None:
 
 
 def one_that_was_starting_is_taken_for_one_at_work(patch: Patch) -> None:
-    taken_for(patch, Life.READY)
+    taken_for(patch, ProcessState.READY)
 
 
 def all_are_started_again(patch: Patch) -> None:
-    taken_for(patch, Life.STARTING)
+    taken_for(patch, ProcessState.STARTING)
 
 
 def a_leaver_waits_for_ends_that_an_earlier_scheduler_heard_of(patch: Patch) -> None:

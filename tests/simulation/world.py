@@ -24,7 +24,7 @@ from dataflow.limits import Patience
 from dataflow.scheduler.agents import Agents
 from dataflow.scheduler.control import Limits, Scheduler
 from dataflow.scheduler.requests import Scale
-from dataflow.scheduler.table import Life, Membership
+from dataflow.scheduler.table import Membership, ProcessState
 from dataflow.system.security import RunKeys
 from dataflow.worker.host import Settings
 from dataflow.worker.messages import NodeCommand, ToWorker
@@ -314,7 +314,11 @@ class World:
         for known in left["table"]["workers"] if left else ():
             name, host = known["name"], known["host"]
             worker = self.workers.get(f"{name}@{host}" if host else name)
-            if known["life"] == Life.READY and worker is not None and worker.process.alive:
+            if (
+                known["process"] == ProcessState.READY
+                and worker is not None
+                and worker.process.alive
+            ):
                 state = scheduler.table.workers[name].state
                 check(
                     state in ("ready", "left"),

@@ -26,7 +26,7 @@ from dataflow.folder.ledger import Ledger
 from dataflow.folder.run_folder import RunFolder
 from dataflow.scheduler.requests import ask_for_facts
 from dataflow.scheduler.stall_watch import StallWatch
-from dataflow.scheduler.table import Life
+from dataflow.scheduler.table import ProcessState
 from dataflow.system import processes, stacks
 from dataflow.system.processes import machine
 from dataflow.system.stacks import StackFrame, Thread
@@ -368,7 +368,7 @@ class Watched:
                 name=f"{node}-0",
                 nodes=[node],
                 pid=0,
-                life=Life.READY,
+                process=ProcessState.READY,
                 state="ready",
                 cause="",
                 attempt=0,

@@ -25,7 +25,7 @@ from dataflow.scheduler.control_server import Client
 from dataflow.scheduler.events import Received, RunBegins
 from dataflow.scheduler.progress import ProgressWatch
 from dataflow.scheduler.requests import TellFacts
-from dataflow.scheduler.table import Life
+from dataflow.scheduler.table import ProcessState
 from dataflow.system.messages import MessageError
 from dataflow.testing import FakeEvaluate, FakeGenerator, FakePrompts, FakeTrainer
 from dataflow.worker.host import Settings
@@ -185,7 +185,7 @@ class Play:
 
     def all_heartbeats(self) -> None:
         for record in self.run.table:
-            if record.life is Life.READY:
+            if record.process is ProcessState.READY:
                 self.heartbeat(record.name)
 
     def exits(self, name: str, status: int = -signal.SIGKILL) -> None:
@@ -386,7 +386,7 @@ def test_the_last_words_of_an_attempt_count_no_more(play: Any) -> None:
     run.say("generator-0", Ready, attempt=0)
     run.heartbeat("generator-0", 7, attempt=0)
     run.turn()
-    assert run.run.table.workers["generator-0"].life is Life.READY
+    assert run.run.table.workers["generator-0"].process is ProcessState.READY
     assert run.run.heartbeats["generator-0"]["nodes"] == {}
 
 
@@ -568,7 +568,9 @@ def test_a_trainer_that_was_done_when_it_ended_alone_is_missed_by_nobody(play: A
     run.heartbeat("trainer-0", status={"step": 3, "done": 1})
     run.exits("trainer-0", ALONE)
     run.turn()
-    assert run.run.table.run.over and run.run.table.workers["trainer-0"].life is Life.GONE
+    assert (
+        run.run.table.run.over and run.run.table.workers["trainer-0"].process is ProcessState.GONE
+    )
 
 
 def test_a_trainer_that_ended_alone_and_was_not_done_is_started_again(play: Any) -> None:

@@ -17,7 +17,7 @@ from dataflow.folder import socket_folder
 from dataflow.scheduler import control_server
 from dataflow.scheduler.control import Scheduler
 from dataflow.scheduler.control_server import TakenOverControlServer
-from dataflow.scheduler.table import Life
+from dataflow.scheduler.table import ProcessState
 from dataflow.system.files import to_json
 from dataflow.worker.host import Settings
 from dataflow.worker.messages import TO_SCHEDULER, TO_WORKER, Heard, Heartbeat, Start
@@ -71,7 +71,10 @@ def test_what_a_new_scheduler_sends_reaches_a_worker_that_finds_it_later(
     monkeypatch.setattr(control_server, "TakenOverForkserver", PlayedForkserver)
     before = small_table()
     for record in before:
-        record.life, record.senders = Life.READY if record.name == "prompts-0" else Life.GONE, set()
+        record.process, record.senders = (
+            ProcessState.READY if record.name == "prompts-0" else ProcessState.GONE,
+            set(),
+        )
     left = {"table": json.loads(to_json(before.to_plain()))}
     server = TakenOverControlServer(folder)
     scheduler = Scheduler(

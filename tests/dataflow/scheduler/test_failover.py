@@ -71,7 +71,7 @@ def successor(
 
 
 def states(run: Scheduler) -> dict[str, str]:
-    return {record.name: str(record.life) for record in run.table}
+    return {record.name: str(record.process) for record in run.table}
 
 
 def test_whoever_was_at_work_stays_so_and_hears_again_what_it_may_have_missed(begun: Play) -> None:
@@ -105,7 +105,7 @@ def test_one_that_died_meanwhile_is_started_again_under_its_next_number(begun: P
 
 def test_one_that_was_not_at_work_is_ended_so_that_it_is_started_again(begun: Play) -> None:
     left = left_by(begun)
-    of(left, "eval-0")["life"] = "starting"
+    of(left, "eval-0")["process"] = "starting"
     run = successor(begun, left)
     server: Any = run._server
     assert states(run)["eval-0"] == "dying" and server.killed == [("eval-0", signal.SIGKILL)]
@@ -113,7 +113,7 @@ def test_one_that_was_not_at_work_is_ended_so_that_it_is_started_again(begun: Pl
 
 def test_one_that_no_forkserver_ever_saw_is_started_for_the_first_time(begun: Play) -> None:
     left = left_by(begun)
-    of(left, "eval-0")["life"] = "forked"
+    of(left, "eval-0")["process"] = "forked"
     run = successor(begun, left, lambda handed: handed.pop("eval-0"))
     assert (
         states(run)["eval-0"] == "down" and run.table.workers["eval-0"].cause == "was never started"

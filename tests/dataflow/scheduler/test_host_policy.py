@@ -26,7 +26,7 @@ from dataflow.scheduler.events import (
     StartWorker,
 )
 from dataflow.scheduler.reducer import reduce
-from dataflow.scheduler.table import Life, Membership, Table
+from dataflow.scheduler.table import Membership, ProcessState, Table
 from dataflow.system.files import to_json
 from dataflow.worker import messages
 from dataflow.worker.messages import Moved, Start, Wire
@@ -76,8 +76,8 @@ class Run:
             record.gpus = {"generator-0": (0,), "trainer-0": (1,), "generator-1": (2,)}.get(
                 record.name, ()
             )
-            record.life, record.wired, record.has_process, record.pid = (
-                Life.READY,
+            record.process, record.wired, record.has_process, record.pid = (
+                ProcessState.READY,
                 True,
                 True,
                 number + 1,
@@ -92,7 +92,7 @@ class Run:
         for name in hosts or list(self.table.hosts):
             self.take(HostHeard(name))
             for record in self.table:
-                if record.host == name and record.life is Life.READY:
+                if record.host == name and record.process is ProcessState.READY:
                     self.says(record.name, messages.Heartbeat(attempt=record.attempt, nodes={}))
 
     def take(self, event: events.Event) -> list[Command]:
@@ -178,7 +178,7 @@ def test_no_word_of_a_lost_host_counts_any_more() -> None:
         assert run.says("stage-0", messages.Ready(attempt=0)) == []
         assert run.says("stage-0", messages.Failed(attempt=0, message="so")) == []
         assert to_json(run.table.to_plain()) == before, moment
-    assert run.table.workers["generator-1"].life is Life.FORKED
+    assert run.table.workers["generator-1"].process is ProcessState.FORKED
 
 
 def test_a_lost_host_that_is_back_ends_what_it_has_before_anything_is_started_there() -> None:
@@ -281,7 +281,7 @@ def test_the_next_scheduler_meets_a_hosts_workers_when_its_agent_joins_and_misse
     assert [each.worker for each in found if isinstance(each, FaultNoticed)] == ["generator-0"]
     assert Start() in run.table.workers["trainer-0"].deferred, "what it may have missed"
     assert spawned(run.tick(1.0, "a")) == ["generator-0"]
-    assert run.table.workers["stage-0"].life is Life.READY, "nobody knows"
+    assert run.table.workers["stage-0"].process is ProcessState.READY, "nobody knows"
     assert "host 'b' was not heard" in told(run.tick(10.0, "a"))
     assert run.table.workers["stage-0"].attempt == 1
 
@@ -314,7 +314,7 @@ def test_an_agent_that_finds_its_scheduler_again_tells_of_ends_that_nobody_heard
     }
     found = run.take(HostJoined(B, kept))
     assert [each.worker for each in found if isinstance(each, FaultNoticed)] == ["generator-1"]
-    assert run.table.workers["stage-0"].life is Life.READY
+    assert run.table.workers["stage-0"].process is ProcessState.READY
 
 
 def test_a_leaver_that_was_told_to_stop_has_left_with_its_host() -> None:
@@ -332,13 +332,15 @@ def test_a_newcomer_gets_the_accelerators_of_one_host_that_lives() -> None:
     assert seating.room_for(run.table, "generator") == Seat("c", (4,))
 
 
-@pytest.mark.parametrize("life", [Life.FORKED, Life.STARTING, Life.DYING])
+@pytest.mark.parametrize(
+    "process", [ProcessState.FORKED, ProcessState.STARTING, ProcessState.DYING]
+)
 def test_one_that_is_on_its_way_or_dying_falls_with_its_host_and_is_killed_by_nobody(
-    life: Life,
+    process: ProcessState,
 ) -> None:
     run = Run((A, B, C))
     record = run.table.workers["generator-1"]
-    record.life, record.dying_since = life, run.now
+    record.process, record.dying_since = process, run.now
     found = run.tick(11.0, "a", "c")
     assert "generator-1" in spawned(found) and record.host == "c"
     killed = [
@@ -346,9 +348,9 @@ def test_one_that_is_on_its_way_or_dying_falls_with_its_host_and_is_killed_by_no
         for command in found
         if isinstance(command, events.Signal) and command.number == signal.SIGKILL
     ]
-    assert [command.to for command in killed] == (["generator-1"] if life is Life.DYING else []), (
-        "at its old host"
-    )
+    assert [command.to for command in killed] == (
+        ["generator-1"] if process is ProcessState.DYING else []
+    ), "at its old host"
 
 
 def test_who_keeps_what_no_other_host_sees_waits_for_its_own_and_others_go_elsewhere() -> None:
@@ -463,11 +465,11 @@ def test_who_takes_turns_follows_the_others_though_its_own_host_is_back() -> Non
     trainer = table.workers["trainer-0"]
     assert (trainer.host, trainer.gpus) == ("a", (0, 1))
     for record in table:
-        record.life = Life.READY
+        record.process = ProcessState.READY
     for number in range(2):  # which began again at once, while the trainer was to wait
         generator = table.workers[f"generator-{number}"]
         generator.host, generator.gpus = "b", (2 + number,)
-    trainer.life, trainer.restart_at = Life.DOWN, 0.0
+    trainer.process, trainer.restart_at = ProcessState.DOWN, 0.0
     assert seating.seat(table, [trainer]) == [trainer]
     assert (trainer.host, trainer.gpus) == ("b", (2, 3))
 
@@ -477,7 +479,7 @@ def test_what_an_earlier_attempt_says_or_any_on_another_host_counts_nowhere() ->
     run = Run((A, B, C))
     run.tick(12.0, "a", "c")
     record = run.table.workers["generator-1"]
-    assert (record.host, record.attempt, record.life) == ("c", 1, Life.FORKED)
+    assert (record.host, record.attempt, record.process) == ("c", 1, ProcessState.FORKED)
     record.is_reachable, record.deferred = False, [Start()]
     for attempt, host in ((0, "b"), (0, "c"), (1, "b")):
         for message in (
@@ -485,4 +487,8 @@ def test_what_an_earlier_attempt_says_or_any_on_another_host_counts_nowhere() ->
             messages.Heartbeat(attempt=attempt, nodes={}),
         ):
             assert run.take(events.Received("generator-1", message, host)) == []
-    assert record.life is Life.FORKED and not record.is_reachable and record.deferred == [Start()]
+    assert (
+        record.process is ProcessState.FORKED
+        and not record.is_reachable
+        and record.deferred == [Start()]
+    )

@@ -19,7 +19,7 @@ from dataflow.scheduler.events import (
     Tick,
 )
 from dataflow.scheduler.reducer import reduce
-from dataflow.scheduler.table import Life, Table
+from dataflow.scheduler.table import ProcessState, Table
 from dataflow.worker.messages import FromWorker, Hello, Moved, Ready, Start, Wire
 
 PATIENT = Patience(first_s=0.0, most_s=0.0, of_one=100, of_all=1000)
@@ -68,14 +68,14 @@ class Starting:
             if (
                 self.table.begun
                 and not self.kills
-                and all(record.life is Life.READY for record in self.table)
+                and all(record.process is ProcessState.READY for record in self.table)
             ):
                 return
             self.now += 0.01
             self.turn(self.random.choice(list(self.attempts.values())))
             self.do(reduce(self.table, Tick(), self.now))
         raise AssertionError(
-            f"the run does not begin: {[str(record.life) for record in self.table]}"
+            f"the run does not begin: {[str(record.process) for record in self.table]}"
         )
 
     def turn(self, one: Attempt) -> None:

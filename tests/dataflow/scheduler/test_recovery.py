@@ -11,7 +11,7 @@ from small_table import small_table
 
 from dataflow.limits import Limits, Patience
 from dataflow.scheduler import recovery
-from dataflow.scheduler.table import Life, WorkerRecord
+from dataflow.scheduler.table import ProcessState, WorkerRecord
 
 WORKERS = ("a", "b", "c")
 
@@ -22,7 +22,9 @@ class Recovery:
     def __init__(self, patience: Patience) -> None:
         self.table = small_table(limits=Limits(patience=patience))
         self.table.workers = {
-            name: WorkerRecord(name=name, worker=name, replica=0, nodes=("node",), life=Life.READY)
+            name: WorkerRecord(
+                name=name, worker=name, replica=0, nodes=("node",), process=ProcessState.READY
+            )
             for name in WORKERS
         }
 

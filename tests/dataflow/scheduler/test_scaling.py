@@ -32,7 +32,7 @@ from dataflow.scheduler.events import (
 )
 from dataflow.scheduler.events import KeptProcess as Kept
 from dataflow.scheduler.reducer import reduce
-from dataflow.scheduler.table import Life, Membership, Table
+from dataflow.scheduler.table import Membership, ProcessState, Table
 from dataflow.system.files import to_json
 from dataflow.testing import FakeGenerator, FakePrompts, FakeTrainer
 from dataflow.worker.kept_counts import Crossed, total
@@ -79,7 +79,7 @@ class Played:
     def begin(self) -> list[Command]:
         """All are at work."""
         for record in self.table:
-            record.life, record.wired = Life.READY, True
+            record.process, record.wired = ProcessState.READY, True
         self.table.begun = True
         return scaling.advance(self.table)
 

@@ -22,7 +22,7 @@ from dataflow.scheduler.events import (
     StartWorker,
 )
 from dataflow.scheduler.reducer import reduce
-from dataflow.scheduler.table import Life, Table, WorkerRecord
+from dataflow.scheduler.table import ProcessState, Table, WorkerRecord
 from dataflow.system.files import to_json
 from dataflow.worker import messages
 
@@ -49,8 +49,8 @@ class Run:
             "trainer-0": {"generator>trainer:prompts": "y"},
         }
         for number, record in enumerate(self.table):
-            record.life, record.wired, record.has_process, record.pid = (
-                Life.READY,
+            record.process, record.wired, record.has_process, record.pid = (
+                ProcessState.READY,
                 True,
                 True,
                 number + 1,
@@ -87,7 +87,7 @@ def of_ranks(commands: list[Command]) -> list[Command]:
 
 def test_the_processes_of_its_ranks_start_when_it_says_where_it_waits_for_them() -> None:
     run = Run()
-    run.trainer.life = Life.FORKED
+    run.trainer.process = ProcessState.FORKED
     hello = messages.Hello(
         attempt=0, pid=5, addresses=run.own["trainer-0"], ranks_at="tcp://10.0.0.1:5000"
     )
@@ -112,7 +112,7 @@ def test_it_is_killed_when_a_host_of_its_ranks_is_lost_and_starts_again_on_hosts
     found = run.take(HostLost("b", "has ended its agent"))
     assert of_ranks(found) == [Signal("trainer-0", signal.SIGKILL)]
     assert (
-        run.trainer.life is Life.DYING
+        run.trainer.process is ProcessState.DYING
         and run.trainer.cause == "had ranks on host 'b', which has ended its agent"
     )
     assert of_ranks(run.take(HostLost("b", "again"))) == [], "once is enough"

@@ -19,7 +19,7 @@ from dataflow.scheduler.events import (
     Tick,
 )
 from dataflow.scheduler.reducer import reduce
-from dataflow.scheduler.table import Life
+from dataflow.scheduler.table import ProcessState
 
 NAME = "prompts-0"
 
@@ -33,7 +33,7 @@ class Watched:
         limits = Limits(stopped_s=1.0, hang_s=1e9, start_s=1e9)
         self.table = small_table(limits=limits, begun=True)
         for record in self.table:
-            record.life = Life.READY
+            record.process = ProcessState.READY
         self.record = self.table.workers[NAME]
         self.record.attempt = 2
 
@@ -85,7 +85,7 @@ def test_a_worker_that_goes_on_by_itself_is_left_alone_and_nothing_is_told(
 def test_a_worker_that_was_killed_while_it_stood_still_is_forgotten(watched: Watched) -> None:
     watched.note("stopped")
     watched.note("exited", -9)
-    assert watched.record.life is Life.DOWN and not watched.at(50.0)
+    assert watched.record.process is ProcessState.DOWN and not watched.at(50.0)
     watched.faults.close()
     assert [line["cause"] for line in read_faults(watched.folder)] == ["died (SIGKILL)"]
 
@@ -95,7 +95,7 @@ def test_what_is_noticed_of_one_that_starts_again_stays_open_until_it_is_at_work
 ) -> None:
     """Its line tells of its death, not of the stop."""
     watched.faults.noticed(NAME, "died (SIGKILL)", 1, heard_at=0.0)
-    watched.record.life = Life.STARTING
+    watched.record.process = ProcessState.STARTING
     watched.note("stopped")
     assert watched.at(1.1), "nobody may stand still"
     watched.note("continued")

@@ -24,7 +24,7 @@ from dataflow.scheduler.control_server import Client
 from dataflow.scheduler.events import Drain, Received
 from dataflow.scheduler.requests import Refused, Reply, SwapNode, Swapped
 from dataflow.scheduler.swap_requests import LAST_WORD_S, READY_S
-from dataflow.scheduler.table import Life, Table
+from dataflow.scheduler.table import ProcessState, Table
 from dataflow.settable import RESTART, Settable
 from dataflow.testing import FakeEvaluate, FakeGenerator, FakePrompts, FakeTrainer
 from dataflow.worker.host import Settings
@@ -366,7 +366,7 @@ def table() -> Table:
     g.feedback(trainer.weights, generator, max_staleness=1)
     made = Table(graph=g, plan=plan(g, Devices(cpus=2)), begun=True)
     for record in made:
-        record.life = Life.READY
+        record.process = ProcessState.READY
     return made
 
 
@@ -398,11 +398,11 @@ def test_a_node_that_is_not_there_is_refused_with_the_nearest_one(table: Table) 
 
 def test_a_worker_that_is_away_and_a_run_that_ends_take_nothing_in(table: Table) -> None:
     record = live_changes.worker_of(table, "reward")
-    record.life = Life.DOWN
+    record.process = ProcessState.DOWN
     assert f"'{record.name}', which runs 'reward', is down and not at work" in refused(
         table, "reward"
     )
-    record.life, table.run.draining = Life.READY, True
+    record.process, table.run.draining = ProcessState.READY, True
     assert "the run is ending" in refused(table, "reward")
     table.run.draining = False
     live_changes.check_swap(table, "reward")

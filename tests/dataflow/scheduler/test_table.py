@@ -12,7 +12,14 @@ from dataflow.folder.faults import FILE, Faults, describe_faults, read_faults, r
 from dataflow.limits import Limits
 from dataflow.scheduler import recovery
 from dataflow.scheduler.recovery import overdue
-from dataflow.scheduler.table import Failure, Life, Membership, Table, WorkerRecord, together
+from dataflow.scheduler.table import (
+    Failure,
+    Membership,
+    ProcessState,
+    Table,
+    WorkerRecord,
+    together,
+)
 from dataflow.system.files import to_json
 from dataflow.worker.messages import Heartbeat, NodeReport, Start
 
@@ -33,8 +40,8 @@ def stuck(**seconds: float) -> Heartbeat:
     return Heartbeat(attempt=0, nodes={}, **seconds)  # type: ignore[arg-type]
 
 
-def worker(life: Life = Life.READY, **more: Any) -> WorkerRecord:
-    return WorkerRecord(name="w-0", worker="w", replica=0, nodes=("node",), life=life, **more)
+def worker(process: ProcessState = ProcessState.READY, **more: Any) -> WorkerRecord:
+    return WorkerRecord(name="w-0", worker="w", replica=0, nodes=("node",), process=process, **more)
 
 
 def test_sums_of_a_worker_never_go_backwards_over_its_attempts() -> None:
@@ -124,12 +131,12 @@ LIMITS = Limits(hang_s=15.0, stuck_s=600.0, asleep_s=120.0, start_s=300.0)
             "computed nothing for 121 s",
         ),
         (worker(heartbeat=stuck(turned_s=500.0, asleep_s=119.0)), 1.0, None),
-        (worker(Life.STARTING), 59.0, None),
-        (worker(Life.STARTING), 61.0, "while it started"),
-        (worker(Life.DOWN), 1e6, None),
-        (worker(Life.ENDING), 1e6, None),
-        (worker(Life.DYING, cause="failed: so", dying_since=10.0), 14.0, None),
-        (worker(Life.DYING, cause="failed: so", dying_since=10.0), 16.0, "failed: so"),
+        (worker(ProcessState.STARTING), 59.0, None),
+        (worker(ProcessState.STARTING), 61.0, "while it started"),
+        (worker(ProcessState.DOWN), 1e6, None),
+        (worker(ProcessState.ENDING), 1e6, None),
+        (worker(ProcessState.DYING, cause="failed: so", dying_since=10.0), 14.0, None),
+        (worker(ProcessState.DYING, cause="failed: so", dying_since=10.0), 16.0, "failed: so"),
     ],
 )
 def test_a_worker_is_killed_when_it_is_silent_or_stuck_for_too_long_in_the_life_it_is_in(
@@ -150,7 +157,7 @@ def test_a_table_survives_its_encoding_but_for_what_is_of_this_scheduler_alone()
     before = table(begun=True)
     before.workers = {
         "w-0": worker(
-            life=Life.DOWN,
+            process=ProcessState.DOWN,
             membership=Membership.LEAVING,
             attempt=2,
             gpus=(1, 2),
