@@ -308,11 +308,10 @@ def run(
         return recorded is not None and not in_one_process and recorded.has(as_it_was)
 
     with contextlib.ExitStack() as open_:
-        server, holder = None, 0
+        server = None
         if isinstance(on, Launcher):
             folder = before or open_.enter_context(_made(runs, graph.name))
             hold, service = _held_over_hosts(folder, limits or Limits(), tell, open_)
-            holder = hold.number
             copies = copies_of(
                 folder, kept_by(graph), recorded.config if recorded else None, checkpoint_to
             )
@@ -355,7 +354,6 @@ def run(
             keep_steps=keep_steps,
             listen=listen,
             copies=copies,
-            holder=holder,
             limits=limits or Limits(),
             swaps=() if recorded is None else read_swaps(folder),
             changes=() if recorded is None else read_changes(folder),

@@ -13,6 +13,7 @@ import pyarrow as pa
 from dataflow.limits import Limits
 from dataflow.records import Columns
 from dataflow.staleness import Bound
+from dataflow.system.messages import Life
 from dataflow.tokens.ragged import group_slices
 from dataflow.weight_ends import Refresh, Span, WeightsIn, WeightsOut, untold
 
@@ -166,8 +167,9 @@ class Context:
     rank: int = 0
     """Which replica this is."""
     replicas: int = 1
-    attempt: int = 0
-    """How often this process was started before, in a run that went on meanwhile."""
+    life: Life = Life()
+    """Of this process; its `attempt` above 0: it was started again in a run that went on
+    meanwhile."""
     ranks: int = 1
     """Processes that make up this replica; this one is the first, and starts the others."""
     seed: int = 0

@@ -121,7 +121,7 @@ class EvaluateRuntime(Runtime):
             files = context.folder.finished(context.node)
             for source in context.columns:
                 self._kept[source] = Finished(
-                    files, source, replica=context.rank, attempt=context.attempt
+                    files, source, replica=context.rank, attempt=context.life.attempt
                 )
                 self._find(
                     source,

@@ -19,14 +19,6 @@ MOST_AGAIN_S = 16.0
 ASK_S = 0.5
 """Between two answers of one that misses something, and has nothing to say by itself."""
 _NUMBERS = struct.Struct("!QQQQ")
-_SESSIONS = 1 << 32
-
-
-def first_session(attempt: int) -> int:
-    """Of who listens at an address where others did before, with lower numbers of their attempts,
-    in all of their sessions; no clock tells the later one.
-    """
-    return attempt * _SESSIONS + 1
 
 
 @dataclass
@@ -46,6 +38,9 @@ class Numbered:
     """
 
     def __init__(self, session: int = 1) -> None:
+        """session: of who listens where others did before, `Life.first_number`, as no clock tells
+        the later one.
+        """
         self._session, self._said, self._heard_of_ours = session, 0, 0
         self._its_session = self._its_heard = 0
         self._kept: deque[_Kept] = deque()

@@ -132,7 +132,7 @@ def _measured(
         profiler.dump_stats(str(profile))
     process = psutil.Process()
     files, rss = process.num_fds(), process.memory_info().rss
-    restarts = sum(record.attempt for record in scheduler.table)
+    restarts = sum(record.life.attempt for record in scheduler.table)
     closing.close()
     delays = json.loads(player.communicate(timeout=60)[0] or "{}").get("delays", [])
     return {

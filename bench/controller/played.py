@@ -37,6 +37,7 @@ from dataflow.agent.messages import (
     ToWorkers,
     is_repeated,
 )
+from dataflow.planning.hosts import Host
 from dataflow.system.messages import Frames, Numbered
 from dataflow.system.security import RunKeys, present
 from dataflow.worker.messages import (
@@ -55,6 +56,7 @@ from dataflow.worker.messages import (
 from dataflow.worker.messages import (
     Bye as WorkerBye,
 )
+from transport.life import Life
 
 ALIVE_S = 0.5
 ASK_S = 0.25
@@ -77,7 +79,7 @@ class Worker:
     """One worker of a host."""
 
     name: str
-    attempt: int
+    life: Life
     node: str
     runs: bool = False
     dropped: int = 0
@@ -103,7 +105,7 @@ class Worker:
             oldest={"prompts": 17},
         )
         heartbeat = Heartbeat(
-            attempt=self.attempt,
+            life=self.life,
             nodes={self.node: report},
             rss_bytes=1 << 30,
             edges={EDGES[self.node]: (3, 64)} if self.node in EDGES else {},
@@ -152,8 +154,7 @@ class PlayedHost:
         self._asked = 0.0
         self.say(
             Join(
-                name=name,
-                cpus=8,
+                host=Host(name=name, cpus=8),
                 address="127.0.0.1",
                 sockets=f"/tmp/{name}",
                 folder=call.folder,
@@ -203,7 +204,7 @@ class PlayedHost:
                 self.say(Built(**self._call.built))
             case HandOver():
                 for name, worker in self.workers.items():
-                    self.say(Handed(name, 1, {"attempt": worker.attempt}, None, True))
+                    self.say(Handed(name, 1, {"life": worker.life}, None, True))
                 self.say(HandedOver(question=message.question, alone_s=0.0))
             case Spawn():
                 self.spawn(message)
@@ -222,7 +223,7 @@ class PlayedHost:
     def spawn(self, message: Spawn) -> None:
         """A worker starts, and says hello."""
         settings = message.settings
-        worker = Worker(message.name, settings["attempt"], settings["worker"])
+        worker = Worker(message.name, Life(*settings["life"]), settings["worker"])
         self.workers[message.name] = worker
         self.say(Notice("started", message.name, 1, None))
         addresses = (
@@ -230,7 +231,7 @@ class PlayedHost:
             if worker.node in EDGES
             else {}
         )
-        self.send(message.name, Hello(attempt=worker.attempt, pid=1, addresses=addresses))
+        self.send(message.name, Hello(life=worker.life, pid=1, addresses=addresses))
 
     def exits(self, name: str, status: int) -> None:
         """A worker ends."""
@@ -261,13 +262,13 @@ class PlayedHost:
         worker = self.workers[name]
         match message:
             case Wire():
-                self.send(name, Ready(attempt=worker.attempt))
+                self.send(name, Ready(life=worker.life))
             case Start():
                 worker.runs = True
             case NodeCommand():
                 self._delays.heard(int(message.message.get("dropped", -1)))
             case Stop():
-                self.send(name, WorkerBye(attempt=worker.attempt))
+                self.send(name, WorkerBye(life=worker.life))
                 self.exits(name, 0)
 
 

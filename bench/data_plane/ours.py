@@ -11,6 +11,7 @@ import zmq
 from bench.data_plane.ends import BATCH_ROWS, PATIENCE_S, TOKENS, WINDOW_BATCHES
 from bench.data_plane.rollouts import Arrays, Rollouts, from_batch, make, to_batch
 from transport.data import Receiver, Sender
+from transport.life import Life
 
 
 class OurProducer:
@@ -19,7 +20,11 @@ class OurProducer:
     def __init__(self, address: str) -> None:
         schema = to_batch(make(1, TOKENS), 0).schema
         self._sender = Sender(
-            edge="bench", sender_id="producer", epoch=1, schema=schema, receivers=[address]
+            edge="bench",
+            sender_id="producer",
+            life=Life(),
+            schema=schema,
+            receivers=[address],
         )
         self._poller = zmq.Poller()
         for socket in self._sender.sockets:
@@ -55,6 +60,7 @@ class Ours:
             edge="bench",
             schema=to_batch(make(1, TOKENS), 0).schema,
             address=address,
+            life=Life(),
             capacity_rows=WINDOW_BATCHES * BATCH_ROWS,
         )
         command = [sys.executable, "-m", "bench.data_plane", "--produce", self._receiver.address]

@@ -7,6 +7,7 @@ import os
 import signal
 import socket
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 from dataflow.agent import run_disk
@@ -31,13 +32,13 @@ def main() -> int:
         folder, name = Path(environment.folder), host.name
         run_disk.check_under_way(name, folder)
         keys = environment.read_keys()
-        own = not run_disk.sees(folder, keys)
-        if own:
+        host = replace(host, own_folder=not run_disk.sees(folder, keys))
+        if host.own_folder:
             run_disk.make(name, folder, environment.scheduler)
         log_to(folder / "logs" / log_name(name))
         address = own_address(environment.address, environment.scheduler)
         check_listen(address)
-        agent = Agent(environment, keys, host, address, socket_folder.make(), own_folder=own)
+        agent = Agent(environment, keys, host, address, socket_folder.make())
     except DataflowError as error:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
         leave(folder, name, f"host '{name}' does not take part: {error}")

@@ -42,7 +42,6 @@ from dataflow.agent.messages import (
     Pace,
     Pause,
     Paused,
-    Refused,
     SendSignal,
     Spawn,
     Stay,
@@ -60,7 +59,7 @@ from dataflow.system.channel import Channel
 from dataflow.system.child import program
 from dataflow.system.clocks import AwakeClock
 from dataflow.system.interrupts import ECHO_S
-from dataflow.system.messages import MESSAGE_BYTES, Frames, MessageError, Numbered
+from dataflow.system.messages import MESSAGE_BYTES, Frames, MessageError, Numbered, Refused
 from dataflow.system.security import RunKeys, give_up_soon, present
 
 # An agent's socket to the scheduler, which shows the run's key, and what is wrong with the
@@ -253,15 +252,11 @@ class Agent:
         address: str,
         sockets: Path,
         clock: Callable[[], float] = time.monotonic,
-        *,
-        own_folder: bool = False,
     ) -> None:
         """address: at which the others reach this host. sockets: a private folder, which goes with
-        the agent. own_folder: whether the run folder here is not the scheduler's. Errors: RunError
-        where it cannot listen at the address.
+        the agent. Errors: RunError where it cannot listen at the address.
         """
         self._reach = ReachPort(address)
-        self._own_folder = own_folder
         self._told, self._host, self._address, self._sockets = told, host, address, sockets
         self._line = SchedulerSocket(told.scheduler, keys, f"{host.name}/{secrets.token_hex(8)}")
         self._clock = AwakeClock(clock)
@@ -358,7 +353,7 @@ class Agent:
                 self._relay.beat_s = message.beat_s
             case Begin():
                 if self._forkserver is None and self._reaches(message):
-                    if self._own_folder:
+                    if self._host.own_folder:
                         run_disk.take_up(self._host.name, Path(self._told.folder), message.part)
                     self._show_workers(message.whereabouts)
                     self._forkserver = HostForkserver(message, self._sockets)
@@ -430,19 +425,12 @@ class Agent:
             self._line.say(Notice(**event))
 
     def _join(self) -> None:
-        host = self._host
         self._line.say(
             Join(
-                name=host.name,
-                cpus=host.cpus,
-                gpus=host.gpus,
-                memory_bytes=host.memory_bytes,
-                gpu_memory_bytes=host.gpu_memory_bytes,
-                kind=host.kind,
+                host=self._host,
                 address=self._address,
                 sockets=str(self._sockets),
                 folder=self._told.folder,
-                own_folder=self._own_folder,
                 pid=os.getpid(),
                 versions=versions(),
                 digest=self._built.digest if self._built else "",

@@ -5,7 +5,8 @@ on as it is.
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, TypeAlias
 
-from dataflow.system.messages import Codec, Message, Natural, Plain, field
+from dataflow.planning.hosts import Host
+from dataflow.system.messages import Codec, Message, Natural, Plain, Refused, field
 
 # From the scheduler
 
@@ -115,24 +116,15 @@ SEND_S = 5.0
 
 
 class Join(Message, kw_only=True):
-    """An agent is there: its host, and how it is reached."""
+    """An agent is there: of which host, and how that is reached."""
 
-    name: str
-    """Of the host in the run."""
-    cpus: Natural
-    gpus: Natural = 0
-    memory_bytes: Natural = 0
-    gpu_memory_bytes: Natural = 0
-    kind: str = ""
-    """Of its accelerators."""
+    host: Host
     address: str
     """At which the other hosts reach it."""
     sockets: str
     """Its private folder, for unix sockets and shared memory."""
     folder: str
     """The run folder, as it sees it."""
-    own_folder: bool = False
-    """Whether that folder is its own; else it sees the scheduler's."""
     pid: int
     versions: Mapping[str, str] = field(default_factory=dict)
     """Of Python, torch and the engine."""
@@ -229,12 +221,6 @@ class Pace(Message):
     beat_s: float
 
 
-class Refused(Message):
-    """The scheduler does not want this agent: why."""
-
-    error: str
-
-
 FromAgent: TypeAlias = (
     Join
     | Built
@@ -254,7 +240,7 @@ ToAgent: TypeAlias = (
 
 FROM_AGENT: Codec[FromAgent] = Codec(
     "dataflow.from-agent",
-    3,
+    4,
     Join,
     Built,
     Failed,

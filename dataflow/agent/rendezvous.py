@@ -13,7 +13,6 @@ from typing import BinaryIO
 
 import msgspec
 
-from dataflow.errors import Replaced
 from dataflow.planning.hosts import Host
 from dataflow.system.files import RunFolderError, to_json, write_atomically
 from dataflow.system.security import RunKeys
@@ -30,8 +29,6 @@ class Rendezvous:
 
     address: str
     """Of its socket for agents."""
-    number: int
-    """How many schedulers there were before it."""
     hosts: tuple[Host, ...]
     """Of the plan; none before there is one."""
 
@@ -50,19 +47,6 @@ class Rendezvous:
             return msgspec.json.decode((folder / _FILE).read_bytes(), type=cls)
         except (OSError, ValueError):
             return None
-
-    @classmethod
-    def check_leads(cls, folder: Path, number: int) -> None:
-        """See that the run's scheduler is the one of this number. Errors: Replaced where another
-        has come after it.
-        """
-        rendezvous = cls.read(folder)
-        if rendezvous is not None and rendezvous.number > number:
-            raise Replaced(
-                f"this scheduler (process {os.getpid()}) was not heard for too long, and another"
-                f" one, at {rendezvous.address}, has taken the run over; it ends without touching"
-                " it"
-            )
 
     @staticmethod
     def keys(folder: Path) -> RunKeys | None:

@@ -30,7 +30,7 @@ class SnapshotFile:
     folder: Path
     parts: dict[str, Callable[[], Any]] = field(default_factory=dict)
     number: int = 0
-    """How many schedulers there were before."""
+    """Number of the scheduler: a later one has a larger."""
     clock: Callable[[], float] = time.monotonic
     """The run's clock: the time of writing stands in the file as `at`."""
     _written: str = ""

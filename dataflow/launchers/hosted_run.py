@@ -30,6 +30,7 @@ from dataflow.scheduler.control_server import HostsControlServer
 from dataflow.scheduler.execute import Taken
 from dataflow.scoring.joining import Join
 from dataflow.structure import trainers
+from dataflow.system.messages import Life
 from dataflow.system.security import RunKeys, endpoint
 
 # A run of which hosts do not see the scheduler's folder: what it cannot be, and what is told.
@@ -152,11 +153,11 @@ class RunRequest:
     told: Callable[[str], object]
     """Hears what the run waits for."""
 
-    def server(self, agents: Agents, floor: int | None) -> HostsControlServer:
-        """That of a scheduler whose workers are theirs. floor: as `RequestHandler` has it. Errors:
+    def server(self, agents: Agents, first: Life | None) -> HostsControlServer:
+        """That of a scheduler whose workers are theirs. first: as `RequestHandler` has it. Errors:
         RunError.
         """
-        address = self.ledger.serve(self.folder.ledger, endpoint(agents.host), agents.keys, floor)
+        address = self.ledger.serve(self.folder.ledger, endpoint(agents.host), agents.keys, first)
         return HostsControlServer(agents, self.folder.path, address, self.check)
 
     def check(self) -> None:
@@ -252,7 +253,7 @@ def _left(request: RunRequest) -> HostedRun | None:
     if at is None or keys is None or not at.hosts:
         return None
     hosts = at.hosts
-    agents = Agents(request.listen, keys, folder, at.number + 1, hang_s=request.limits.hang_s)
+    agents = Agents(request.listen, keys, folder, request.hold.number, hang_s=request.limits.hang_s)
     server = request.server(agents, None)
     agents.announce(hosts)
     plan, ours, begin = (
@@ -283,7 +284,7 @@ def _left(request: RunRequest) -> HostedRun | None:
 def _gathered(launcher: Launcher, request: RunRequest, open_: contextlib.ExitStack) -> HostedRun:
     """With as many hosts as the launcher starts; what was started ends with `open_`."""
     keys, folder = RunKeys.make(), request.folder.path
-    agents = Agents(request.listen, keys, folder, hang_s=request.limits.hang_s)
+    agents = Agents(request.listen, keys, folder, request.hold.number, hang_s=request.limits.hang_s)
 
     def stop(kind: type[BaseException] | None, *_: object) -> None:
         if kind is None or not issubclass(kind, Replaced):
@@ -311,7 +312,7 @@ def _gathered(launcher: Launcher, request: RunRequest, open_: contextlib.ExitSta
     request.check_folders(plan)
     request.told(f"{_named([host.name for host in hosts])} came: each builds the graph")
     agents.announce(hosts)
-    server = request.server(agents, request.hold.number)
+    server = request.server(agents, Life(request.hold.number))
     open_.callback(server.close)
     agents.build(
         _begin(request, inputs, server),

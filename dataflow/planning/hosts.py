@@ -8,6 +8,7 @@ from functools import cached_property
 from itertools import accumulate
 
 from dataflow.errors import GraphError
+from dataflow.system.messages import Natural
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:-]{0,252}")
 
@@ -23,13 +24,13 @@ class Host:
 
     name: str
     """Unique in the run; empty: this machine, where there is no other."""
-    cpus: int
+    cpus: Natural
     """Cores."""
-    gpus: int = 0
+    gpus: Natural = 0
     """Accelerators."""
-    memory_bytes: int = 0
+    memory_bytes: Natural = 0
     """Main memory; 0: unknown."""
-    gpu_memory_bytes: int = 0
+    gpu_memory_bytes: Natural = 0
     """Memory of each accelerator; 0: unknown."""
     kind: str = ""
     """For people: what accelerators, or what machine."""
@@ -67,13 +68,13 @@ class Devices:
     8
     """
 
-    cpus: int
+    cpus: Natural
     """Cores."""
-    gpus: int = 0
+    gpus: Natural = 0
     """Accelerators; they are numbered host by host."""
-    memory_bytes: int = 0
+    memory_bytes: Natural = 0
     """Main memory; 0: unknown."""
-    gpu_memory_bytes: int = 0
+    gpu_memory_bytes: Natural = 0
     """Memory of each accelerator, of the smallest where they differ; 0: unknown."""
     link_bytes_per_s: float | None = None
     """Of the network between machines, each way; None: unknown, and then no weights travel as

@@ -30,7 +30,6 @@ from dataflow.agent.messages import (
     Pace,
     Pause,
     Paused,
-    Refused,
     SendSignal,
     Spawn,
     Stay,
@@ -50,6 +49,7 @@ from dataflow.scheduler.host_agent import (
     too_late,
     with_addresses,
 )
+from dataflow.system.messages import Refused
 from dataflow.system.security import RunKeys
 
 # What passes between a scheduler and the workers on its hosts, on its way through their agents:
@@ -116,7 +116,7 @@ _LIVES_S = 0.5
 _PAUSE_S = 2.0
 """Seconds for agents to report that their workers stand still."""
 _LOOK_S = 2.0
-"""Seconds between two checks whether another scheduler leads the run."""
+"""Seconds between two questions to one agent which workers it has."""
 _END_S = 10.0
 """Seconds for agents to end all workers when told to."""
 
@@ -142,9 +142,8 @@ class Agents:
         hang_s: float,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """listen: an address of this machine that the hosts reach. folder: of the run. number: how
-        many schedulers there were before. hang_s: as `Limits` has it. Errors: RunError where it
-        cannot listen there.
+        """listen: an address of this machine that the hosts reach. folder: of the run. number: of
+        this scheduler. hang_s: as `Limits` has it. Errors: RunError where it cannot listen there.
         """
         self.keys, self.number, self._clock = keys, number, clock
         self.watch: Callable[[], list[str]] = list
@@ -163,7 +162,7 @@ class Agents:
         self._built: Built | None = None
         self._stay: Stay | None = None
         self._trouble: list[str] = []
-        self._lived = self._looked = float("-inf")
+        self._lived = float("-inf")
         self._socket = AgentsSocket(listen, keys, number)
         self.address = self._socket.address
         """Where agents join."""
@@ -180,7 +179,7 @@ class Agents:
     def hosts(self) -> list[Host]:
         """The hosts that are there, by name."""
         return [
-            self._hosts[name].host
+            self._hosts[name].join.host
             for name in sorted(self._hosts, key=natural)
             if not self._hosts[name].has_left
         ]
@@ -200,7 +199,7 @@ class Agents:
         """Say in the run folder where agents find this scheduler, and that it leads the run.
         Errors: RunFolderError.
         """
-        rendezvous = Rendezvous(address=self.address, number=self.number, hosts=tuple(hosts))
+        rendezvous = Rendezvous(address=self.address, hosts=tuple(hosts))
         rendezvous.write(self._folder, self.keys)
 
     def assemble(self, count: int, within_s: float) -> None:
@@ -311,13 +310,8 @@ class Agents:
                     self._left(name, agent, "has lost the connection of its agent")
 
     def events(self) -> list[Event]:
-        """What has happened since the last call. Errors: Replaced, as soon as another scheduler
-        leads the run.
-        """
+        """What has happened since the last call."""
         self._receive()
-        if self._clock() - self._looked >= _LOOK_S:
-            self._looked = self._clock()
-            Rendezvous.check_leads(self._folder, self.number)
         for text in self.watch():
             self.told(text)
         queued, self._events = self._events, []
@@ -377,8 +371,8 @@ class Agents:
 
     def _join(self, name: str, identity: bytes, join: Join) -> None:
         agent = self._hosts.get(name)
-        if name != join.name:
-            self._socket.send(identity, Refused(f"it calls itself '{name}' and '{join.name}'"))
+        if name != join.host.name:
+            self._socket.send(identity, Refused(f"it calls itself '{name}' and '{join.host.name}'"))
             return
         if agent is not None and agent.identity == identity:
             self._go_on(agent)
@@ -469,11 +463,16 @@ class Agents:
             self._send(agent, SendSignal(name, int(signal.SIGKILL)))
         if not agent.living:
             agent.is_clearing = False
-            self._joined(agent.join.name, agent)
+            self._joined(agent.join.host.name, agent)
 
     def _joined(self, name: str, agent: HostAgent) -> None:
         self._events.append(
-            {"event": "joined", "name": name, "host": agent.host, "processes": dict(agent.handed)}
+            {
+                "event": "joined",
+                "name": name,
+                "host": agent.join.host,
+                "processes": dict(agent.handed),
+            }
         )
 
     def _left(self, name: str, agent: HostAgent, cause: str) -> None:

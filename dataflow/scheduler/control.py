@@ -29,7 +29,6 @@ from dataflow.scheduler.requests import (
     CheckpointKept,
     KeepCheckpoint,
     KnobsSet,
-    Refused,
     Reply,
     Request,
     SetKnobs,
@@ -43,6 +42,7 @@ from dataflow.scheduler.stall_watch import StallWatch
 from dataflow.scheduler.swap_requests import SwapRequests
 from dataflow.scheduler.table import ProcessState, Table, WorkerRecord
 from dataflow.system.files import only_told
+from dataflow.system.messages import Life, Refused
 from dataflow.system.security import RunKeys
 from dataflow.worker.host import Settings
 from dataflow.worker.kept_counts import CrossedByFile, KeptFiles
@@ -258,6 +258,7 @@ class Scheduler:
             self.table.take_up(snapshot["table"])
         self._settings = dataclasses.replace(settings, keys=keys, limits=limits)
         self._server, self.check = server, server.check
+        self.table.scheduler = server.number
         self.snapshot = SnapshotFile(
             server.left, {"table": self.table.to_plain}, server.number, self._clock
         )
@@ -420,7 +421,7 @@ class Scheduler:
         self._faults.noticed(NAME, was, server.number - 1, self._clock() - server.alone_s)
         processes = {
             event["name"]: events.KeptProcess(
-                event["settings"]["attempt"], event["pid"], event["alive"], event["status"]
+                Life(*event["settings"]["life"]), event["pid"], event["alive"], event["status"]
             )
             for event in server.handed
         }
@@ -449,7 +450,7 @@ class Scheduler:
             case "joined":
                 processes = {
                     process.name: events.KeptProcess(
-                        process.settings["attempt"], process.pid, process.alive, process.status
+                        Life(*process.settings["life"]), process.pid, process.alive, process.status
                     )
                     for process in event["processes"].values()
                 }
@@ -498,7 +499,7 @@ class Scheduler:
             case events.EndRanks():
                 record = self.table.workers[command.name]
                 for host in dict.fromkeys(record.rank_hosts):
-                    self._server.dismiss(_of_ranks(command.name, command.attempt, host))
+                    self._server.dismiss(_of_ranks(command.name, command.life, host))
             case events.Send():
                 self._send(command.to, command.message)
             case events.Signal():
@@ -549,7 +550,7 @@ class Scheduler:
             if host != record.host:
                 settings = dataclasses.replace(self._of(record, host), ranks_at=command.at)
                 self._server.spawn(
-                    _of_ranks(record.name, record.attempt, host), dataclasses.asdict(settings), True
+                    _of_ranks(record.name, record.life, host), dataclasses.asdict(settings), True
                 )
 
     def _of(self, record: WorkerRecord, host: str) -> Settings:
@@ -559,7 +560,7 @@ class Scheduler:
             self._settings,
             worker=record.worker,
             replica=record.replica,
-            attempt=record.attempt,
+            life=record.life,
             host=host,
             rank_hosts=record.rank_hosts,
             swaps=live_changes.own(self.table, record),
@@ -577,6 +578,6 @@ class Scheduler:
                 self.snapshot.write()
 
 
-def _of_ranks(name: str, attempt: int, host: str) -> str:
+def _of_ranks(name: str, life: Life, host: str) -> str:
     """The name of the process of a worker's ranks on another host."""
-    return f"{name}.{attempt}@{host}"
+    return f"{name}.{life.attempt}@{host}"

@@ -25,8 +25,8 @@ from dataflow.folder import socket_folder
 from dataflow.folder.socket_folder import Whereabouts
 from dataflow.scheduler.agents import Agents
 from dataflow.scheduler.events import Received
-from dataflow.scheduler.requests import REPLIES, REQUESTS, Refused, Reply, Request
-from dataflow.system.messages import MESSAGE_BYTES, MessageError
+from dataflow.scheduler.requests import REPLIES, REQUESTS, Reply, Request
+from dataflow.system.messages import MESSAGE_BYTES, MessageError, Refused
 from dataflow.system.security import Guard, RunKeys, endpoint, reachable
 from dataflow.worker.messages import DECIDE_NOTHING, TO_SCHEDULER, TO_WORKER, Heard, ToWorker
 
@@ -61,7 +61,7 @@ class ControlServer:
     """
 
     number = 0
-    """How many schedulers there were before."""
+    """Number of the scheduler: a later one of the run has a larger."""
     handed: Sequence[Event] = ()
     alone_s, lives = 0.0, False
     """Of the workers that were taken over, as `TakenOverForkserver` says."""

@@ -9,6 +9,7 @@ from typing import TypeAlias
 from dataflow.errors import RunError
 from dataflow.folder.live_changes import KnobChange, Swap
 from dataflow.planning.hosts import Host
+from dataflow.system.messages import Life
 from dataflow.worker.messages import FromWorker, ToWorker
 
 # Events
@@ -23,7 +24,7 @@ class RunBegins:
 class KeptProcess:
     """A worker as the forkserver kept it while there was no scheduler."""
 
-    attempt: int
+    life: Life
     pid: int
     alive: bool
     status: int | None
@@ -178,7 +179,7 @@ class EndRanks:
     """End those of an attempt, which has ended."""
 
     name: str
-    attempt: int
+    life: Life
 
 
 @dataclass(frozen=True)

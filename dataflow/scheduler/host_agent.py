@@ -26,7 +26,7 @@ from dataflow.agent.messages import (
 from dataflow.errors import RunError
 from dataflow.folder.ledger import HOME
 from dataflow.planning.hosts import Host
-from dataflow.system.messages import MESSAGE_BYTES, Frames, MessageError, Numbered, first_session
+from dataflow.system.messages import MESSAGE_BYTES, Frames, Life, MessageError, Numbered
 from dataflow.system.security import Guard, RunKeys, endpoint
 
 # The socket at which agents speak to a scheduler; it decides nothing.
@@ -52,10 +52,10 @@ class AgentsSocket:
         number: int = 0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """listen: an address of this machine, with a port or without. number: how many schedulers
-        there were before. Errors: RunError where it cannot listen there.
+        """listen: an address of this machine, with a port or without. number: of this
+        scheduler. Errors: RunError where it cannot listen there.
         """
-        self._clock, self._first_session = clock, first_session(number)
+        self._clock, self._first_session = clock, Life(number).first_number
         self._peers: dict[bytes, Numbered] = {}
         self._guard = Guard(keys.receivers)
         self.socket: zmq.Socket[bytes] = self._guard.context.socket(zmq.ROUTER)
@@ -199,20 +199,6 @@ class HostAgent:
     """When it was last asked which workers it has."""
 
     @property
-    def host(self) -> Host:
-        """The host, as a plan describes it."""
-        join = self.join
-        return Host(
-            name=join.name,
-            cpus=join.cpus,
-            gpus=join.gpus,
-            memory_bytes=join.memory_bytes,
-            gpu_memory_bytes=join.gpu_memory_bytes,
-            kind=join.kind,
-            own_folder=join.own_folder,
-        )
-
-    @property
     def may_answer(self) -> bool:
         """Whether it has not ended, as far as is known."""
         return not self.has_left and self.closed_since is None
@@ -225,7 +211,8 @@ class HostAgent:
     def had(self, spawn: Spawn) -> bool:
         """Whether it has, or had, the requested process, and not only an earlier one."""
         process = self.handed.get(spawn.name)
-        return process is not None and process.settings["attempt"] >= spawn.settings["attempt"]
+        asked = Life(*spawn.settings["life"])
+        return process is not None and Life(*process.settings["life"]) >= asked
 
     def takes(self, answer: HandedOver) -> bool:
         """Take the workers that have arrived as its own, if the answer counts."""
@@ -256,7 +243,7 @@ class HostAgent:
             "sockets": join.sockets,
             "listen": join.address,
             "folder": join.folder,
-            "disk": join.name if join.own_folder else HOME,
+            "disk": join.host.name if join.host.own_folder else HOME,
         }
 
 
@@ -287,9 +274,8 @@ def natural(name: str) -> list[tuple[int, int | str]]:
 def same_name(first: Join, second: Join) -> str:
     """The refusal of two agents of one name, both there."""
     return (
-        f"two hosts of the run are called '{first.name}', at {first.address} and {second.address};"
-        " give"
-        " each a name of its own (DATAFLOW_AGENT_HOST)"
+        f"two hosts of the run are called '{first.host.name}', at {first.address} and"
+        f" {second.address}; give each a name of its own (DATAFLOW_AGENT_HOST)"
     )
 
 

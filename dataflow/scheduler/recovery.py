@@ -31,6 +31,7 @@ from dataflow.scheduler.events import (
     Signal,
 )
 from dataflow.scheduler.table import ENDED, Failure, HostRecord, ProcessState, Table, WorkerRecord
+from dataflow.system.messages import Life
 from dataflow.worker.messages import ALONE, Bye, Start
 
 _END_S = 5.0
@@ -51,7 +52,7 @@ def died(table: Table, record: WorkerRecord, cause: str, now: float) -> None:
         return
     patience, since = table.limits.patience, record.at_work_since
     quiet = since is not None and (now - since >= patience.quiet_s or table.progressed_at > since)
-    table.failures.append(Failure(record.name, record.attempt, cause, now))
+    table.failures.append(Failure(record.name, record.life.attempt, cause, now))
     longest_s = max(patience.of_one_s, patience.of_all_s)
     table.failures = [failure for failure in table.failures if now - failure.at <= longest_s]
     record.delay_s = patience.first_s if quiet or not record.delay_s else 2 * record.delay_s
@@ -87,7 +88,7 @@ def host_lost(table: Table, host: HostRecord, now: float) -> None:
 
 def recovered(record: WorkerRecord, now: float) -> None:
     """A worker that was started again is at work."""
-    if record.attempt and record.restart_at is None and record.at_work_since is None:
+    if record.life.attempt and record.restart_at is None and record.at_work_since is None:
         record.at_work_since = now
 
 
@@ -105,7 +106,7 @@ def restart(table: Table, now: float) -> list[WorkerRecord]:
         return []
     due = seating.seat(table, (record for record in table if record.is_due(now)))
     for record in due:
-        record.attempt, record.restart_at = record.attempt + 1, None
+        record.life, record.restart_at = Life(table.scheduler, record.life.attempt + 1), None
     return due
 
 
@@ -189,7 +190,7 @@ def exited(
     with it; `with_host`: as a host of it was lost.
     """
     record.has_process = False
-    ranks: list[Command] = [EndRanks(record.name, record.attempt)] if record.is_spread else []
+    ranks: list[Command] = [EndRanks(record.name, record.life)] if record.is_spread else []
     if record.may_end and not table.is_closing:
         record.process = ProcessState.GONE
         # which the next scheduler could not ask for
@@ -210,7 +211,7 @@ def fell(
     at all.
     """
     noticed: list[Command] = [
-        FaultNoticed(record.name, cause, record.attempt, record.heard_at, record.begun)
+        FaultNoticed(record.name, cause, record.life.attempt, record.heard_at, record.begun)
     ]
     if is_planned := not has_failed(record):
         noticed, cause = [], record.cause
@@ -273,7 +274,7 @@ def wake(table: Table, record: WorkerRecord, now: float) -> list[Command]:
         return []
     record.stopped_since = None
     noticed = (
-        [FaultNoticed(record.name, STOPPED, record.attempt, since)]
+        [FaultNoticed(record.name, STOPPED, record.life.attempt, since)]
         if record.process is ProcessState.READY
         else []
     )
@@ -375,7 +376,7 @@ def _meet(record: WorkerRecord, process: KeptProcess | None, now: float) -> None
     record.is_reachable = record.is_reachable or not record.has_process
     if process is not None:
         record.pid = process.pid
-        record.attempt = process.attempt if process.alive else max(record.attempt, process.attempt)
+        record.life = process.life if process.alive else max(record.life, process.life)
 
 
 def _adopt(
@@ -398,7 +399,9 @@ def _adopt(
         return []
     if record.restart_at is not None:
         is_fault = has_failed(record)
-        return [FaultNoticed(record.name, record.cause, record.attempt, now)] if is_fault else []
+        return (
+            [FaultNoticed(record.name, record.cause, record.life.attempt, now)] if is_fault else []
+        )
     return fell(
         table,
         record,
@@ -563,7 +566,7 @@ def _missed(
             record.has_process
             and process is not None
             and not process.alive
-            and process.attempt == record.attempt
+            and process.life == record.life
         ):
             commands += exited(table, record, record.cause or how(process.status), now)
     return commands

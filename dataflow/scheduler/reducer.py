@@ -84,7 +84,7 @@ def _noted(table: Table, commands: list[events.Command], now: float) -> list[eve
     for command in commands:
         if isinstance(command, events.StartWorker):
             record = table.workers[command.name]
-            record.fork(now)
+            record.fork(now, table.scheduler)
             if record is table.joining:
                 table.joins_until = now + table.limits.start_s
             if not table.begun:
@@ -127,7 +127,7 @@ def _received(table: Table, event: events.Received, now: float) -> list[events.C
     record = table.workers.get(name)
     if record is None:
         return [events.Refuse(f"'{name}', who is no worker,")]
-    if message.attempt != record.attempt or event.host != record.host:
+    if message.life != record.life or event.host != record.host:
         return []  # another attempt is in its place, perhaps elsewhere
     commands: list[events.Command] = [events.Send(name, waited) for waited in record.deferred]
     record.is_reachable, record.deferred = True, []
@@ -228,7 +228,7 @@ def _wire_all(table: Table) -> list[events.Command]:
     lines = {worker: scaling.read_by(table, own[0]) for worker, own in table.by_worker().items()}
     commands: list[events.Command] = []
     for record in unwired:
-        if record.attempt:
+        if record.life.attempt:
             commands += scaling.hello(table, record)
             continue
         own = {edge: by_edge[edge] for edge in begin[record.worker] if edge in by_edge}

@@ -15,7 +15,7 @@ from dataflow.agent.rendezvous import KEYS_FILE, Rendezvous
 from dataflow.errors import DataflowError, DeadlineError, RunError
 from dataflow.folder.run_folder import RunFolder
 from dataflow.folder.socket_folder import CONTROL
-from dataflow.system.messages import Codec, Message, MessageError, Natural, Plain
+from dataflow.system.messages import Codec, Message, MessageError, Natural, Plain, Refused
 from dataflow.system.processes import user_here
 from dataflow.system.security import RunKeys, present
 
@@ -119,12 +119,6 @@ class CheckpointKept(Message):
 
     text: str
     """Text for the user."""
-
-
-class Refused(Message):
-    """Why nothing is done."""
-
-    error: str
 
 
 Immediate: TypeAlias = Scale | TellFacts | StopRun

@@ -157,7 +157,7 @@ def _plain(record: WorkerRecord, now: float) -> dict[str, Any]:
         "machine": record.machine,
         "state": record.state,
         "cause": record.cause,
-        "restarts": record.attempt,
+        "restarts": record.life.attempt,
         "silent_s": now - record.heard_at,
         "heartbeat": dict(record.told),
         "threads": threads,

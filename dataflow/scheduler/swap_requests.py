@@ -11,8 +11,9 @@ from dataflow.errors import DataflowError
 from dataflow.folder.live_changes import Swap
 from dataflow.scheduler import live_changes
 from dataflow.scheduler.control_server import Client, ControlServer
-from dataflow.scheduler.requests import Refused, Reply, SwapNode, Swapped
+from dataflow.scheduler.requests import Reply, SwapNode, Swapped
 from dataflow.scheduler.table import ProcessState, Table, WorkerRecord
+from dataflow.system.messages import Life, Refused
 from dataflow.worker import swapped
 from dataflow.worker.host import Settings
 from dataflow.worker.messages import FromWorker, Tried
@@ -93,7 +94,7 @@ class SwapRequests:
             self._settings_of(live_changes.worker_of(self._table, request.node)),
             worker=swapped.NAME,
             replica=self._table.last_ticket,
-            attempt=0,
+            life=Life(),
             tries=swap,
         )
         trial = f"{swapped.NAME}-{settings.replica}"

@@ -18,6 +18,7 @@ from dataflow.planning.plan import Plan
 from dataflow.planning.wiring import edges
 from dataflow.scheduler.state_machine import RunStateMachine
 from dataflow.scoring.failure import BY_CAUSE
+from dataflow.system.messages import Life
 from dataflow.worker.messages import Heartbeat, ToWorker, WeightLine
 
 # Sums over the heartbeats of all attempts of one worker, as plain values for the display and the
@@ -143,8 +144,8 @@ class WorkerRecord:
     gpus: tuple[int, ...] = ()
     process: ProcessState = ProcessState.FORKED
     membership: Membership = Membership.LIVE
-    attempt: int = 0
-    """How often it was started before."""
+    life: Life = Life()
+    """Of the process under way, or of the last one."""
 
     # The process
     has_process: bool = False
@@ -209,7 +210,7 @@ class WorkerRecord:
     @property
     def is_away(self) -> bool:
         """Whether it has been at work in this run, and is not now."""
-        starts_again = self.attempt > 0 and self.process in (
+        starts_again = self.life.attempt > 0 and self.process in (
             ProcessState.FORKED,
             ProcessState.STARTING,
         )
@@ -260,8 +261,9 @@ class WorkerRecord:
         }
         return {**self.addresses, **lines}
 
-    def fork(self, now: float) -> None:
-        """An attempt is requested; its process finds this scheduler."""
+    def fork(self, now: float, scheduler: int) -> None:
+        """An attempt is requested, by the scheduler of this number, which its process finds."""
+        self.life = Life(scheduler, self.life.attempt)
         self.process, self.forked_at, self.heard_at = ProcessState.FORKED, now, now
         self.cause, self.lasting, self.restart_at = "", False, None
         self.is_reachable, self.deferred = True, []
@@ -299,7 +301,7 @@ _OF_THIS_SCHEDULER = {
     "is_reachable",
     "deferred",
 }
-_TUPLES = ("nodes", "gpus", "rank_hosts")
+_TUPLES = ("nodes", "gpus", "rank_hosts", "life")
 _REMEMBERED = [
     field_.name for field_ in fields(WorkerRecord) if field_.name not in _OF_THIS_SCHEDULER
 ]
@@ -360,6 +362,8 @@ class Table:
     limits: Limits = field(default_factory=Limits)
     folder: str = ""
     """Of the run."""
+    scheduler: int = 0
+    """Number of the one whose decisions these are."""
     run: RunStateMachine = field(init=False)
     workers: dict[str, WorkerRecord] = field(init=False)
     hosts: dict[str, HostRecord] = field(init=False)

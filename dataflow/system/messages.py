@@ -12,18 +12,22 @@ from transport.codec import (
     Secret,
     field,
 )
-from transport.numbered import Frames, Numbered, first_session
+from transport.life import Life, Refused, Said, replaced
+from transport.numbered import Frames, Numbered
 
 __all__ = [
     "MESSAGE_BYTES",
     "Codec",
     "Frames",
+    "Life",
     "Message",
     "MessageError",
     "Natural",
     "Numbered",
     "Plain",
+    "Refused",
+    "Said",
     "Secret",
     "field",
-    "first_session",
+    "replaced",
 ]

@@ -18,7 +18,6 @@ from dataflow.folder.copies.store import Copies
 from dataflow.folder.finished import Finished, take_out_abandoned
 from dataflow.folder.ledger import HOME, BaseLedger, Ledger
 from dataflow.folder.ledger_service.client import LedgerClient
-from dataflow.folder.ledger_service.messages import Life
 from dataflow.folder.live_changes import KnobChange, Swap, known_knobs, record_knobs, record_swaps
 from dataflow.folder.run_folder import RunFolder
 from dataflow.folder.socket_folder import Whereabouts
@@ -32,6 +31,7 @@ from dataflow.runtime import Context, Runtime
 from dataflow.scorer import Scorer
 from dataflow.structure import readers_of, refreshes_of, sinks_of
 from dataflow.system.log import node_log
+from dataflow.system.messages import Life
 from dataflow.system.rank_places import RankPlaces
 from dataflow.system.security import RunKeys
 from dataflow.weight_ends import Refresh, WeightsIn, WeightsOut
@@ -55,10 +55,8 @@ class Settings:
     """Where copies of checkpoints go; None: nowhere."""
     worker: str = "inline"
     replica: int = 0
-    attempt: int = 0
-    """How often this worker has been started before."""
-    holder: int = 0
-    """Number of the scheduler that has started it, among all that have held the run folder."""
+    life: Life = Life()
+    """Of this worker."""
     disk: str = ""
     """The host whose own the run folder is; empty: that of the scheduler."""
     ledger: str = ""
@@ -334,7 +332,7 @@ class NodeLoops:
                 self.folder.finished(name),
                 source,
                 replica=self.settings.replica,
-                attempt=self.settings.attempt,
+                attempt=self.settings.life.attempt,
                 waited_for=partial(in_flight, self.ledger, source, self.folder),
             )
             for source in sources
@@ -349,7 +347,7 @@ class NodeLoops:
         """
         if (
             self.ledger is None
-            or not self.settings.attempt
+            or not self.settings.life.attempt
             or self.graph.operators[name].kind == "sink"
         ):
             return None
@@ -367,7 +365,7 @@ class NodeLoops:
         return Context(
             **facts,
             rank=self.settings.replica,
-            attempt=self.settings.attempt,
+            life=self.settings.life,
             seed=self.settings.seed,
             steps=self.settings.steps,
             keep_steps=self.settings.keep_steps,
@@ -413,7 +411,7 @@ def open_ledger(folder: RunFolder, settings: Settings) -> BaseLedger:
         folder.ledger,
         settings.ledger,
         worker=f"{settings.worker}-{settings.replica}",
-        life=Life(settings.holder, settings.attempt),
+        life=settings.life,
         keys=RunKeys.from_plain(settings.keys),
         patience_s=settings.limits.adopt_s,
         seek=partial(_seek_ledger, settings.sockets),

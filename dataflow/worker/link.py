@@ -12,7 +12,7 @@ import zmq
 
 from dataflow.system import stacks
 from dataflow.system.clocks import AwakeClock
-from dataflow.system.messages import MESSAGE_BYTES, MessageError
+from dataflow.system.messages import MESSAGE_BYTES, Life, MessageError
 from dataflow.system.security import RunKeys, present
 from dataflow.worker.messages import (
     TO_SCHEDULER,
@@ -48,7 +48,7 @@ class SchedulerLink:
         self,
         address: str,
         name: str,
-        attempt: int = 0,
+        life: Life = Life(),
         *,
         orphaned: Callable[[], None],
         patience_s: float = 30.0,
@@ -58,19 +58,19 @@ class SchedulerLink:
         found: Callable[[], None] = lambda: None,
         seek: Callable[[], str] = lambda: "",
     ) -> None:
-        """address: the scheduler's; name, attempt: this worker's; orphaned, found: called in the
+        """address: the scheduler's; name, life: this worker's; orphaned, found: called in the
         thread, once each time; keys: the run's; clock: of this process, which stands still while it
         is stopped; seek: where the scheduler is now, empty where nobody knows.
         """
         self._clock = clock or AwakeClock()
         self._keys = keys
         self._own, self._zmq = context is None, context or zmq.Context()
-        self._name, self._attempt, self._address = name, attempt, address
+        self._name, self._life, self._address = name, life, address
         self._orphaned, self._found, self._patience_s = orphaned, found, patience_s
         self._seek = seek
         self._messages: collections.deque[ToWorker] = collections.deque()
         self._outgoing: collections.deque[FromWorker] = collections.deque()
-        self._heartbeat: Callable[[], Heartbeat] = lambda: Heartbeat(attempt=attempt, nodes={})
+        self._heartbeat: Callable[[], Heartbeat] = lambda: Heartbeat(life=life, nodes={})
         self._stop = threading.Event()
         self._wake_in = self._zmq.socket(zmq.PAIR)
         self._wake_in.bind(f"inproc://wake-{os.getpid()}-{name}")
@@ -158,7 +158,7 @@ class SchedulerLink:
     def _take(self, message: ToWorker) -> bool:
         """Take in a message; whether the worker needs it."""
         if isinstance(message, AskStacks):
-            self.send(Stacks(attempt=self._attempt, threads=stacks.take()))
+            self.send(Stacks(life=self._life, threads=stacks.take()))
         elif not isinstance(message, Heard):
             self._messages.append(message)
             return True

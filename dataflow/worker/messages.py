@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import TypeAlias
 
 from dataflow.folder.live_changes import KnobChange, Swap
-from dataflow.system.messages import Codec, Message, Plain, field
+from dataflow.system.messages import Codec, Message, Plain, Said, field
 from dataflow.worker.kept_counts import CrossedByFile
 from dataflow.worker.state_clock import STATES
 
@@ -44,33 +44,30 @@ class WeightLine(Message, kw_only=True):
     """By executor, where readers connect."""
 
 
-class Hello(Message, kw_only=True):
+class Hello(Said, kw_only=True):
     """It lives, and listens at these addresses."""
 
-    attempt: int
     pid: int
     addresses: Mapping[str, str]
+    """By edge that ends there."""
     machine: str = ""
     """On which `pid` is its number, as `processes.machine` says."""
-    """By edge that ends there."""
     lines: Mapping[str, WeightLine] = field(default_factory=dict)
     """Weight lines of its trainers, by name."""
     ranks_at: str = ""
     """Where it waits for those of its ranks that are on other hosts; empty: there are none."""
 
 
-class Ready(Message, kw_only=True):
+class Ready(Said, kw_only=True):
     """Its operators are built and wired."""
 
-    attempt: int
     notes: tuple[str, ...] = ()
     """What people should know of how: such as kernels that are off."""
 
 
-class Confirmed(Message, kw_only=True):
+class Confirmed(Said, kw_only=True):
     """What the message with this ticket asked for is done."""
 
-    attempt: int
     ticket: int
 
 
@@ -109,10 +106,9 @@ class NodeReport(Message, kw_only=True):
             )
 
 
-class Heartbeat(Message, kw_only=True):
+class Heartbeat(Said, kw_only=True):
     """A sign of life, several times a second."""
 
-    attempt: int
     nodes: Mapping[str, NodeReport]
     edges: Mapping[str, tuple[int, int]] = field(default_factory=dict)
     """By edge that ends there, how full it is: rows held, and capacity."""
@@ -136,17 +132,15 @@ class Heartbeat(Message, kw_only=True):
     rss_bytes: int = 0
 
 
-class Stacks(Message, kw_only=True):
+class Stacks(Said, kw_only=True):
     """Where its threads are."""
 
-    attempt: int
     threads: Sequence[Plain]
 
 
-class Failed(Message, kw_only=True):
+class Failed(Said, kw_only=True):
     """It ends with an error."""
 
-    attempt: int
     message: str
     error: str = ""
     """The error's class."""
@@ -155,20 +149,18 @@ class Failed(Message, kw_only=True):
     """Whether it would be there again after a restart."""
 
 
-class Tried(Message, kw_only=True):
+class Tried(Said, kw_only=True):
     """What came of trying an operator that is to be swapped in."""
 
-    attempt: int
     swap: Swap | None
     """With its module's text; None: it cannot be."""
     error: str
     """Why not."""
 
 
-class Bye(Message, kw_only=True):
+class Bye(Said, kw_only=True):
     """It ends as it was told."""
 
-    attempt: int
     crossed: CrossedByFile = field(default_factory=dict)
     """What has crossed its edges to the end."""
 
@@ -274,7 +266,7 @@ DECIDE_NOTHING = (Heard, AskStacks)
 """Messages from which nothing follows that the next scheduler would have to know."""
 
 TO_SCHEDULER: Codec[FromWorker] = Codec(
-    "dataflow.from-worker", 1, Hello, Ready, Confirmed, Heartbeat, Stacks, Failed, Tried, Bye
+    "dataflow.from-worker", 2, Hello, Ready, Confirmed, Heartbeat, Stacks, Failed, Tried, Bye
 )
 TO_WORKER: Codec[ToWorker] = Codec(
     "dataflow.to-worker",

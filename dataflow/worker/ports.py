@@ -107,6 +107,7 @@ class Ports:
                     Receiver,
                     edge=edge.name,
                     schema=schema(edge.columns),
+                    life=self._settings.life,
                     capacity_rows=self._capacity(edge),
                     capacity_bytes=CAPACITY_BYTES,
                     max_message_bytes=self._plan.message_bytes,
@@ -148,7 +149,7 @@ class Ports:
                     Sender,
                     edge=edge.name,
                     sender_id=f"{edge.producer}-{self._settings.replica}",
-                    epoch=self._settings.attempt,
+                    life=self._settings.life,
                     schema=schema(edge.columns),
                     network=self._to_send,
                     most_rows=edge.most_rows,
@@ -237,7 +238,7 @@ class Ports:
             def open_shards(
                 tensors: Mapping[str, Any], largest: Callable[[Any], object] | None
             ) -> WeightsOut:
-                limits, attempt = self._settings.limits, self._settings.attempt
+                limits, attempt = self._settings.limits, self._settings.life.attempt
                 assert largest is not None, "ranks agree on numbers"
                 end = offer_beside(
                     sites,
@@ -374,7 +375,7 @@ class Ports:
             1,
             settings.device,
             limits=settings.limits,
-            attempt=settings.attempt,
+            attempt=settings.life.attempt,
             listeners=self._lines.listeners,
         )
 
@@ -387,7 +388,7 @@ class Ports:
         device, limits, attempt = (
             self._settings.device,
             self._settings.limits,
-            self._settings.attempt,
+            self._settings.life.attempt,
         )
         if site["protocol"] == ROUNDS:
             return shards_reader(site, 0, device, tensors, slices, limits=limits, attempt=attempt)

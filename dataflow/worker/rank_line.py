@@ -31,7 +31,7 @@ from dataflow.planning.wiring import context_facts
 from dataflow.runtime import Context
 from dataflow.system.child import Child, fork
 from dataflow.system.log import node_log
-from dataflow.system.messages import MessageError
+from dataflow.system.messages import Life, MessageError
 from dataflow.system.rank_places import RankPlaces, Spreads
 from dataflow.system.security import Guard, RunKeys, endpoint, present
 from dataflow.worker import rank_messages as messages
@@ -163,11 +163,11 @@ class RankLine:
     unblocked by: what comes there, or `start`, `prepare`, `close`
     """
 
-    def __init__(self, host: str, keys: RunKeys, hosts: Sequence[str], attempt: int = 0) -> None:
-        """Listen at this host's address. hosts: of each rank. attempt: of the worker; ranks of
+    def __init__(self, host: str, keys: RunKeys, hosts: Sequence[str], life: Life = Life()) -> None:
+        """Listen at this host's address. hosts: of each rank. life: of the worker; ranks of
         another one are not let in. RunError where it cannot.
         """
-        self._attempt = attempt
+        self._life = life
         self._hosts = tuple(hosts)
         self._guard = Guard(keys.receivers)
         self._router: zmq.Socket[Any] = self._guard.context.socket(zmq.ROUTER)
@@ -304,7 +304,7 @@ class RankLine:
 
     def _is_awaited(self, message: messages.Here) -> bool:
         return (
-            message.attempt == self._attempt
+            message.life == self._life
             and message.host in self._hosts
             and message.host not in self._there
         )
@@ -430,7 +430,7 @@ def context_of(graph: Graph, plan: Plan, settings: Settings, node: str) -> Conte
     return Context(
         **facts,
         rank=settings.replica,
-        attempt=settings.attempt,
+        life=settings.life,
         seed=settings.seed,
         steps=settings.steps,
         limits=settings.limits,
@@ -474,7 +474,7 @@ class RankHost:
 
     def run(self) -> int:
         """Serve rank 0 until it ends; the exit status."""
-        self._say(messages.Here(self._settings.host, self._settings.attempt))
+        self._say(messages.Here(life=self._settings.life, host=self._settings.host))
         while not self._is_over:
             self._turn()
             if (

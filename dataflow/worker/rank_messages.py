@@ -10,7 +10,7 @@ from typing import TypeAlias
 
 import zmq
 
-from dataflow.system.messages import Codec, Message, Plain
+from dataflow.system.messages import Codec, Message, Plain, Said
 
 CHUNK_BYTES = 1 << 20
 """Of what two ranks say to each other, at a time."""
@@ -18,12 +18,10 @@ CHUNK_BYTES = 1 << 20
 # From the process on another host
 
 
-class Here(Message):
-    """It is there, and hears."""
+class Here(Said):
+    """It is there, and hears; the life is its worker's."""
 
     host: str
-    attempt: int
-    """Of its worker."""
 
 
 class Started(Message):

@@ -267,17 +267,17 @@ def try_swap(graph: Graph, plan: Plan, settings: Settings, link: SchedulerLink) 
     # ends it also where its scheduler does not any more
     signal.setitimer(signal.ITIMER_REAL, 2 * TRIAL_S)
     link.start()
-    reply = messages.Tried(attempt=settings.attempt, swap=None, error="")
+    reply = messages.Tried(life=settings.life, swap=None, error="")
     try:
         swap = settings.tries
         assert swap is not None, "it was forked for one"
         tried_swap = tried(swapped(graph, settings.swaps), plan, swap)
-        reply = messages.Tried(attempt=settings.attempt, swap=tried_swap, error="")
+        reply = messages.Tried(life=settings.life, swap=tried_swap, error="")
     except GraphError as error:
-        reply = messages.Tried(attempt=settings.attempt, swap=None, error=str(error))
+        reply = messages.Tried(life=settings.life, swap=None, error=str(error))
     except BaseException as error:
         text = f"trying it failed: {type(error).__name__}: {error} (at {where(error)})"
-        reply = messages.Tried(attempt=settings.attempt, swap=None, error=text)
+        reply = messages.Tried(life=settings.life, swap=None, error=text)
     link.send(reply)
     link.close()
     return 0

@@ -120,7 +120,7 @@ class WeightLines:
         listener = again_at(
             self._settings.listen,
             self._settings.at.get(f"{name}.{executor}", ""),
-            lambda address: listen(address, self._settings.keys, self._settings.attempt),
+            lambda address: listen(address, self._settings.keys, self._settings.life.attempt),
         )
         self.listeners[listener.address] = listener
         return str(listener.address)

@@ -58,8 +58,8 @@ def main(graph: Graph, plan: Plan, plain: Mapping[str, Any]) -> int:
     )
     leave_to_leader()
     log_to(Path(settings.folder) / "logs" / f"{name}.log")
-    if settings.attempt:
-        print(f"---- {name}, attempt {settings.attempt} ----")
+    if settings.life.attempt:
+        print(f"---- {name}, attempt {settings.life.attempt} ----")
     faulthandler.enable()
     faulthandler.register(signal.SIGUSR1, all_threads=True)
     if settings.ranks_at:
@@ -68,7 +68,7 @@ def main(graph: Graph, plan: Plan, plain: Mapping[str, Any]) -> int:
     link = SchedulerLink(
         settings.control,
         name,
-        settings.attempt,
+        settings.life,
         orphaned=left_alone.set,
         found=left_alone.clear,
         seek=partial(_seek, settings),
@@ -87,7 +87,7 @@ def main(graph: Graph, plan: Plan, plain: Mapping[str, Any]) -> int:
         link.start()
         link.send(
             messages.Failed(
-                attempt=settings.attempt,
+                life=settings.life,
                 error=type(error).__name__,
                 message=str(error),
                 traceback=traceback.format_exc(),
@@ -98,7 +98,7 @@ def main(graph: Graph, plan: Plan, plain: Mapping[str, Any]) -> int:
         return 1
     if worker.ended_alone:
         return messages.ALONE
-    link.send(messages.Bye(attempt=settings.attempt, crossed=worker.crossed))
+    link.send(messages.Bye(life=settings.life, crossed=worker.crossed))
     link.close()
     return 0
 
@@ -148,7 +148,6 @@ class Worker:
         )
         self._running = True
         self._name = f"{settings.worker}-{settings.replica}"
-        self._attempt = settings.attempt
         self._report: dict[str, messages.NodeReport] = {}
         self._depths: dict[str, tuple[int, int]] = {}
         self._crossed: CrossedByFile = {}
@@ -170,7 +169,7 @@ class Worker:
         log = structlog.get_logger(worker=self._name)
         inlets = self._ports.open_inlets(self._host)
         hello = messages.Hello(
-            attempt=self._attempt,
+            life=self._settings.life,
             pid=os.getpid(),
             addresses=inlets,
             lines=self._ports.lines,
@@ -185,7 +184,7 @@ class Worker:
         self._refresh(force=True)
         self._host.record_swaps()
         self._host.record_changes()
-        self._link.send(messages.Ready(attempt=self._attempt, notes=tuple(native.NOTES)))
+        self._link.send(messages.Ready(life=self._settings.life, notes=tuple(native.NOTES)))
         self._wait_for(messages.Start)
         log.info("started", nodes=self._nodes, threads=self._threads, pid=os.getpid())
         self._turned, self._state = self._clock(), "running"
@@ -229,7 +228,7 @@ class Worker:
             for node, report in self._report.items()
         }
         return messages.Heartbeat(
-            attempt=self._attempt,
+            life=self._settings.life,
             state=self._state,
             nodes=nodes,
             edges=self._depths,
@@ -345,7 +344,7 @@ class Worker:
         ]
 
     def _confirm(self, ticket: int) -> None:
-        self._link.send(messages.Confirmed(attempt=self._attempt, ticket=ticket))
+        self._link.send(messages.Confirmed(life=self._settings.life, ticket=ticket))
 
     def _wait_for(self, kind: type[M]) -> M:
         """A message that comes when all workers have started."""
@@ -383,7 +382,7 @@ def _rank_line(settings: Settings) -> RankLine | None:
     keys = RunKeys.from_plain(settings.keys)
     if keys is None or len(set(settings.rank_hosts)) < 2:
         return None
-    return RankLine(settings.listen, keys, settings.rank_hosts, settings.attempt)
+    return RankLine(settings.listen, keys, settings.rank_hosts, settings.life)
 
 
 def _seek(settings: Settings) -> str:

@@ -406,7 +406,7 @@ class PlayedEnvironment(Episode):
         system, place = split(self.play.environment)
         gone = (
             absence(self.play.environment, place)
-            if system.is_served and not context.attempt
+            if system.is_served and not context.life.attempt
             else None
         )
         if gone is not None:

@@ -343,7 +343,7 @@ def turn_files_of(context: Context) -> dict[str, TurnFiles]:
             folder.finished(context.node),
             source,
             replica=context.rank,
-            attempt=context.attempt,
+            attempt=context.life.attempt,
             waited_for=partial(in_flight, ledger, source, folder),
         )
         for source in context.columns

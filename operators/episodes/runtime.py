@@ -176,7 +176,7 @@ class EpisodesRuntime(Runtime):
         self._invalid, self._valueless = Majority(64, INVALID), Majority(32, VALUELESS)
         self._look = (
             self._worlds.submit(1, lambda *_: b"")
-            if episode.can_look and not context.attempt
+            if episode.can_look and not context.life.attempt
             else None
         )
         """The call that looks at the world, which may say that no episode can be."""

@@ -224,7 +224,7 @@ def led(
                     tensors,
                     slices,
                     limits=limits,
-                    attempt=context.attempt,
+                    attempt=context.life.attempt,
                 )
 
             meet, load = functools.partial(joined, rank), functools.partial(loaded, rank)

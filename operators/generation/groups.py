@@ -502,7 +502,7 @@ def partial_rollouts_of(declaration: GeneratorKnobs, context: Context) -> Partia
             folder.finished(context.node),
             source,
             replica=context.rank,
-            attempt=context.attempt,
+            attempt=context.life.attempt,
             waited_for=partial(in_flight, ledger, source, folder),
         )
         for source in context.columns

@@ -356,7 +356,7 @@ class CatchUp:
         while self._unread:
             self._read(self._unread.popleft())
         context = self._context
-        if context.folder is None or context.ledger is None or context.attempt:
+        if context.folder is None or context.ledger is None or context.life.attempt:
             return
         for source in context.bounds:
             if taken_out := take_out_abandoned(
@@ -435,7 +435,7 @@ class CatchUp:
         on meanwhile.
         """
         context = self._context
-        if context.attempt:
+        if context.life.attempt:
             raise OperatorError(
                 f"'{context.node}' cannot make step {to + 1} again in this run: {why}; stop it and"
                 " resume it, then its groups are generated and trained again"

@@ -53,7 +53,7 @@ class Said:
         return any(event in said for said, _ in self.lines)
 
 
-class Life:
+class TrainerLife:
     """One trainer from its start to its end."""
 
     def __init__(
@@ -90,7 +90,7 @@ class Life:
         while self.runtime.work() is not None:
             yield self.runtime.status()
 
-    def run(self, numbers: range = range(0)) -> "Life":
+    def run(self, numbers: range = range(0)) -> "TrainerLife":
         """Train these groups."""
         self.push(*[group(number) for number in numbers])
         for _ in self.work():

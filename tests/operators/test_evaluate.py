@@ -16,6 +16,7 @@ from dataflow.folder.ledger import Ledger
 from dataflow.folder.run_folder import RolloutFiles, RunFolder
 from dataflow.runtime import Batch, Context
 from operators.evaluate import Evaluate, EvaluateRuntime, round_metrics
+from transport.life import Life
 
 
 def _held_out(
@@ -127,7 +128,7 @@ class Crashing:
         self._attempt += 1
         context = Context(
             node="eval",
-            attempt=self._attempt,
+            life=Life(attempt=self._attempt),
             columns={"held_out": COLUMNS},
             folder=self.folder,
             ledger=self.ledger,

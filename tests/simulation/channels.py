@@ -8,6 +8,7 @@ from random import Random
 import pyarrow as pa
 
 from transport.data import Delivery, Receiver, Sender
+from transport.life import Life
 
 from .clock import Clock
 from .laws import Broken, check
@@ -129,10 +130,10 @@ class SendingProcess:
         )
         self.sender: Sender | None = None
         self.orders: dict[int, list[int]] = {}
-        """By epoch, the items that were taken, in order."""
+        """By attempt, the items that were taken, in order."""
 
     def start(self) -> None:
-        """A new incarnation, or none yet where the old world has it."""
+        """A new life, or none yet where the old world has it."""
         self.sender, self._ended = None, False
         self.process.start(self.turn)
 
@@ -149,7 +150,7 @@ class SendingProcess:
             self.sender = Sender(
                 edge="edge",
                 sender_id=process.name,
-                epoch=process.attempt,
+                life=Life(attempt=process.attempt),
                 schema=SCHEMA,
                 receivers=world.ways,
                 network=world.network.of(process),
@@ -203,7 +204,7 @@ class ReceivingProcess:
         self.held: list[tuple[int, int, Delivery]] = []
 
     def start(self) -> None:
-        """A new incarnation."""
+        """A new life."""
         self.receiver, self.held, self.last = None, [], {}
         self.process.start(self.turn)
 
@@ -221,7 +222,7 @@ class ReceivingProcess:
                 senders=world.expected,
                 max_message_bytes=world.message_bytes,
                 network=world.network.of(self.process),
-                epoch=random.getrandbits(62),
+                life=Life(attempt=self.process.attempt),
                 on_refused=self.refused,
             )
         moved = False
@@ -245,10 +246,11 @@ class ReceivingProcess:
         """A batch is here: in order, for the first time, and whole."""
         world = self.world
         sender, item = int(delivery.sender.split("-")[1]), delivery.batch["item"][0].as_py()
-        stream = sender, delivery.epoch
+        stream = sender, delivery.life
         world.say(
             self.process.name,
-            f"takes item {item} of {delivery.sender} as {delivery.epoch}:{delivery.sequence}",
+            f"takes item {item} of {delivery.sender} as"
+            f" {delivery.life.attempt}:{delivery.sequence}",
         )
         check(
             delivery.batch.num_rows == world.sizes[sender][item],
@@ -265,7 +267,7 @@ class ReceivingProcess:
         )
         self.last[stream] = delivery.sequence
         if world.in_order:
-            order = world.sending[sender].orders[delivery.epoch]
+            order = world.sending[sender].orders[delivery.life.attempt]
             check(
                 order[delivery.sequence] == item,
                 f"batch {delivery.sequence} of sender-{sender} is another item",

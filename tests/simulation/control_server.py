@@ -14,6 +14,7 @@ from dataflow.scheduler.events import Received
 from dataflow.scheduler.requests import Reply, Scale, SwapNode
 from dataflow.worker import swapped
 from dataflow.worker.messages import TO_SCHEDULER, TO_WORKER, FromWorker, Heard, ToWorker
+from transport.life import Life
 
 from .clock import Clock
 from .exchange import Event, Exchange, Forks
@@ -278,7 +279,7 @@ class SimulatedHostsControlServer(SimulatedControlServer):
     def _fork(self, name: str, settings: Mapping[str, Any]) -> None:
         forks = self._room.forks
         assert isinstance(forks, Hosts)
-        forks.attempts[name] = settings["attempt"]
+        forks.attempts[name] = Life(*settings["life"]).attempt
         self._agents.spawn(name, settings, heavy=False)
 
     def _pass(self) -> None:

@@ -14,6 +14,7 @@ from dataflow.scheduler import scaling
 from dataflow.scheduler.requests import Reply, Scale, SwapNode, Swapped
 from dataflow.scheduler.table import Table
 from dataflow.worker.messages import Tried
+from transport.life import Life
 
 from .clock import Clock
 from .laws import check
@@ -96,12 +97,12 @@ class Swappers:
         exited = {"event": "exited", "name": name, "pid": 1, "status": -9}
         fits, does_not = (
             Swap(**settings["tries"]),
-            Tried(attempt=0, swap=None, error="it does not fit"),
+            Tried(life=Life(), swap=None, error="it does not fit"),
         )
         if outcome < 0.1:
             world.clock.after(takes_s, lambda: world.server.note(exited))
         elif outcome < 0.95:
-            said = does_not if outcome < 0.2 else Tried(attempt=0, swap=fits, error="")
+            said = does_not if outcome < 0.2 else Tried(life=Life(), swap=fits, error="")
             world.clock.after(takes_s, lambda: world.server.hear(name, said))
 
     def hear(self, reply: Reply) -> None:
@@ -126,7 +127,7 @@ class Swappers:
         assert world.scheduler is not None
         if (
             name.startswith("reward-")
-            and settings["attempt"] == world.scheduler.table.workers[name].attempt
+            and Life(*settings["life"]) == world.scheduler.table.workers[name].life
         ):
             runs = max((swap["number"] for swap in settings["swaps"]), default=0)
             check(

@@ -38,8 +38,9 @@ from dataflow.agent.messages import (
 from dataflow.planning.hosts import Host
 from dataflow.scheduler.events import Received
 from dataflow.scheduler.host_agent import AgentsSocket
-from dataflow.system.messages import Frames, Numbered, first_session
+from dataflow.system.messages import Frames, Numbered
 from dataflow.worker.messages import TO_SCHEDULER, TO_WORKER, Heartbeat, ToWorker
+from transport.life import Life
 
 from .clock import Clock
 from .network import SCHEDULER, Pipe, SimulatedNetwork
@@ -89,7 +90,7 @@ class SimulatedAgentsSocket(AgentsSocket):
     """The product's, over simulated connections."""
 
     def __init__(self, hosts: Hosts, number: int) -> None:
-        self._clock, self._first_session, self._peers = hosts.clock, first_session(number), {}
+        self._clock, self._first_session, self._peers = hosts.clock, Life(number).first_number, {}
         self.socket, self.address = hosts.opened(), "simulated"  # type: ignore[assignment]
 
 
@@ -244,12 +245,10 @@ class _Agent:
                         self.lines[name].hear(TO_WORKER.decode(encoded))
 
     def _join(self) -> None:
-        host = self.host
         self._say(
             Join(
-                name=host.name,
-                cpus=host.cpus,
-                address=host.name,
+                host=self.host,
+                address=self.host.name,
                 sockets="",
                 folder="",
                 pid=1,

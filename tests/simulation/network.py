@@ -204,7 +204,7 @@ class SimulatedNetwork:
 
 
 class NetworkOf:
-    """`transport.data.Network` for one incarnation of one process."""
+    """`transport.data.Network` for one life of one process."""
 
     def __init__(self, network: SimulatedNetwork, process: Process) -> None:
         self._network, self._process = network, process
@@ -353,7 +353,7 @@ class SimulatedListener:
 
     def open(self, body: Any, message: Data, schema: pa.Schema) -> pa.RecordBatch:
         """The batch, checked as if it had come from elsewhere."""
-        which = (message.sender, message.epoch, message.sequence)
+        which = (message.sender, message.life, message.sequence)
         if (
             which not in self._spared
             and self._network.random.random() < self._network.weather.damage

@@ -13,6 +13,7 @@ from transport.data import inbox, outbox
 from transport.data.inbox import Inbox
 from transport.data.messages import Hello, Welcome, encode_schema
 from transport.data.outbox import Outbox, OutgoingBatch
+from transport.life import Life
 
 from .channels import SCHEMA, ChannelWorld, ReceivingProcess
 from .running import hold, notice
@@ -58,7 +59,7 @@ def a_restarted_sender_is_taken_for_the_one_before(monkeypatch: pytest.MonkeyPat
     def hello(self: Inbox, connection: Any, message: Hello) -> Any:
         known = self._peers.get(message.sender)
         if known is not None:
-            known.epoch = message.epoch
+            known.life = message.life
         return HELLO(self, connection, message)
 
     monkeypatch.setattr(Inbox, "hello", hello)
@@ -66,9 +67,9 @@ def a_restarted_sender_is_taken_for_the_one_before(monkeypatch: pytest.MonkeyPat
 
 def nothing_is_sent_again_to_a_restarted_receiver(monkeypatch: pytest.MonkeyPatch) -> None:
     def welcome(self: Outbox, message: Welcome) -> bool:
-        known, unsent = self._receiver_epoch, list(self._unsent)
+        known, unsent = self._receiver_life, list(self._unsent)
         shrank = before(self, message)
-        if known not in (None, message.epoch):
+        if known not in (None, message.life):
             self._unsent.clear()
             self._unsent.extend(unsent)
         return shrank
@@ -115,21 +116,23 @@ def test_some_seed_breaks_a_law_where(
     notice(ChannelWorld, seeds, found)
 
 
-def make_inbox(epoch: int) -> Inbox:
+def make_inbox(life: Life) -> Inbox:
     return Inbox(
         edge="edge",
-        epoch=epoch,
+        life=life,
         capacity=inbox.Credit(rows=8, bytes=1 << 20),
         max_message_bytes=1 << 20,
     )
 
 
 def make_outbox() -> Outbox:
-    return Outbox(edge="edge", sender="a", epoch=1, schema=encode_schema(pa.schema(SCHEMA)))
+    return Outbox(
+        edge="edge", sender="a", life=Life(attempt=1), schema=encode_schema(pa.schema(SCHEMA))
+    )
 
 
 def test_a_hello_that_is_read_late_from_a_broken_connection_does_not_take_the_stream_back() -> None:
-    receiver, sender = make_inbox(1), make_outbox()
+    receiver, sender = make_inbox(Life(attempt=1)), make_outbox()
     late, new = sender.hello(), sender.hello()
     receiver.hello("new connection", new)
     assert receiver.hello("old connection", late) == []
@@ -138,7 +141,11 @@ def test_a_hello_that_is_read_late_from_a_broken_connection_does_not_take_the_st
 
 @pytest.mark.parametrize("kind", ["ack", "welcome"])
 def test_words_of_a_dead_receiver_count_no_more_once_its_successor_was_greeted(kind: str) -> None:
-    sender, dead, successor = make_outbox(), make_inbox(1), make_inbox(2)
+    sender, dead, successor = (
+        make_outbox(),
+        make_inbox(Life(attempt=1)),
+        make_inbox(Life(attempt=2)),
+    )
     [(_, welcome)] = dead.hello("connection", sender.hello())
     sender.welcome(welcome)
     sender.add(
@@ -149,7 +156,7 @@ def test_words_of_a_dead_receiver_count_no_more_once_its_successor_was_greeted(k
     for outgoing in sender.due():
         for header in sender.headers(outgoing):
             dead.take(header)
-    dead.acknowledge("a", 1, 0)
+    dead.acknowledge("a", Life(attempt=1), 0)
     [(_, late)] = dead.flush() if kind == "ack" else dead.hello("connection", sender.hello())
     sender.lost()
     hello = sender.hello()
@@ -157,3 +164,6 @@ def test_words_of_a_dead_receiver_count_no_more_once_its_successor_was_greeted(k
     [(_, answer)] = successor.hello("another connection", hello)
     sender.welcome(answer)
     assert [outgoing.sequence for outgoing in sender.due()] == [0], "its successor waits for it"
+    [(_, again)] = dead.hello("connection", sender.hello())
+    sender.welcome(again)
+    assert not list(sender.due()), "it went on after its successor was greeted"

@@ -23,6 +23,7 @@ from dataflow.worker.messages import SenderEnded
 from operators.evaluate import EvaluateRuntime
 from operators.prompts import PromptRuntime
 from transport.data.outbox import Outbox
+from transport.life import Life
 
 from .control_server import Room
 from .running import having, hold, notice
@@ -267,7 +268,7 @@ def a_successor_counts_attempts_from_the_start(patch: Patch) -> None:
     def restart(table: Table, now: float) -> list[WorkerRecord]:
         due = restarts(table, now)
         for record in due if any(table is each for each in taken) else ():
-            record.attempt = 1
+            record.life = Life(table.scheduler, 1)
         return due
 
     taken: list[Table] = []

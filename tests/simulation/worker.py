@@ -31,6 +31,7 @@ from dataflow.worker.messages import (
 )
 from dataflow.worker.ports import Ports
 from dataflow.worker.worker import Worker
+from transport.life import Life
 from transport.weights.layout.flat import FlatLayout
 from transport.weights.reader import WeightReader
 from transport.weights.writer import WeightWriter
@@ -97,8 +98,8 @@ class Hearing(Worker):
     world's to say.
     """
 
-    def __init__(self, host: NodeLoops, ports: Ports, link: Any, attempt: int) -> None:
-        self._host, self._ports, self._link, self._attempt = host, ports, link, attempt
+    def __init__(self, host: NodeLoops, ports: Ports, link: Any, settings: Settings) -> None:
+        self._host, self._ports, self._link, self._settings = host, ports, link, settings
         self._early: list[ToWorker] = []
         self._retiring: list[RetireReceivers] = []
         self._running = True
@@ -155,8 +156,8 @@ class SimulatedWorker:
         """An attempt begins."""
         settings = msgspec.convert({**plain, "sockets": ""}, Settings)
         check(
-            settings.attempt > self.process.attempt,
-            f"'{self.name}' restarts as attempt {settings.attempt}",
+            settings.life.attempt > self.process.attempt,
+            f"'{self.name}' restarts as attempt {settings.life.attempt}",
         )
         check(
             not self.process.alive,
@@ -166,22 +167,23 @@ class SimulatedWorker:
         self._messages: deque[ToWorker] = deque()
         self.weights: list[Any] = []
         self.state = "starting"
-        life = self._life(settings)
+        turns = self._turns(settings)
         self.process.host = settings.host
-        self.process.start(lambda: self._turn(life), settings.attempt)
+        self.process.start(lambda: self._turn(turns), settings.life.attempt)
         self.out = self._exchange.connect(self.name, settings.host, self._hear)
         self.process.on_death.append(self._ended)
-        self._heartbeat(self.process.attempt)
+        self.life = settings.life
+        self._heartbeat(settings.life)
 
-    def _turn(self, life: Iterator[bool]) -> bool:
+    def _turn(self, turns: Iterator[bool]) -> bool:
         world = self.world
         if world.room.waits(self.process):
             return False
         world.current = self.process
         try:
-            moved = next(life)
+            moved = next(turns)
         except StopIteration:
-            self.send(Bye(attempt=self.process.attempt))
+            self.send(Bye(life=self.life))
             self.process.die()
             return False
         except Exception as error:
@@ -199,7 +201,7 @@ class SimulatedWorker:
                 check(not receiver.refused, f"edge {edge} refused a message of a sound sender")
         return moved
 
-    def _life(self, settings: Settings) -> Iterator[bool]:
+    def _turns(self, settings: Settings) -> Iterator[bool]:
         """What dataflow.worker.worker.Worker.run does."""
         world, process = self.world, self.process
         nodes = world.plan.workers[settings.worker]
@@ -221,7 +223,7 @@ class SimulatedWorker:
                     site,
                     f"{reader}-{settings.replica}",
                     clock=world.clock,
-                    attempt=settings.attempt,
+                    attempt=settings.life.attempt,
                 )
                 end.attach(tensors)
                 self.weights.append(end)
@@ -239,7 +241,7 @@ class SimulatedWorker:
             process=process,
             probe=Probe(world, process),
         )
-        self.send(Hello(attempt=process.attempt, pid=1, addresses=ports.open_inlets(host)))
+        self.send(Hello(life=settings.life, pid=1, addresses=ports.open_inlets(host)))
         yield True
         while (wire := self._take(Wire)) is None:
             yield False
@@ -247,15 +249,13 @@ class SimulatedWorker:
         host.build()
         host.wire(ports.inlets, ports.open_outlets(host, wire.addresses))
         if any(swap.reference == UNBUILT for swap in settings.swaps):
-            self.send(
-                Failed(attempt=process.attempt, message="it is not to be built", lasting=True)
-            )
+            self.send(Failed(life=settings.life, message="it is not to be built", lasting=True))
             yield True
             self.process.die()
             raise Crash(self.name)
         host.record_swaps()
-        worker = Hearing(host, ports, self, process.attempt)
-        self.send(Ready(attempt=process.attempt))
+        worker = Hearing(host, ports, self, settings)
+        self.send(Ready(life=settings.life))
         while self._take(Start) is None:
             yield False
         self.state = "running"
@@ -317,11 +317,11 @@ class SimulatedWorker:
             )
         )
 
-    def _heartbeat(self, attempt: int) -> None:
-        if self.process.alive and self.process.attempt == attempt:
+    def _heartbeat(self, life: Life) -> None:
+        if self.process.alive and self.life == life:
             if self.world.clock.now >= self.process.stopped_until:
-                self.send(Heartbeat(attempt=attempt, state=self.state, **self._facts()))
-            self.world.clock.after(HEARTBEAT_S, lambda: self._heartbeat(attempt))
+                self.send(Heartbeat(life=life, state=self.state, **self._facts()))
+            self.world.clock.after(HEARTBEAT_S, lambda: self._heartbeat(life))
 
     def _ended(self) -> None:
         self.world.say(self.name, f"ends as attempt {self.process.attempt}")

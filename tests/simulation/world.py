@@ -29,6 +29,7 @@ from dataflow.system.security import RunKeys
 from dataflow.worker.host import Settings
 from dataflow.worker.messages import NodeCommand, ToWorker
 from operators import prompts
+from transport.life import Life
 
 from .clock import Clock
 from .control_server import Room, SimulatedControlServer, SimulatedHostsControlServer
@@ -447,7 +448,10 @@ class World:
 
     def _fork(self, name: str, settings: Mapping[str, Any]) -> None:
         host = settings["host"]
-        self.say(name, f"starts as attempt {settings['attempt']}{host and f' on host {host}'}")
+        self.say(
+            name,
+            f"starts as attempt {Life(*settings['life']).attempt}{host and f' on host {host}'}",
+        )
         if self._swappers is not None:
             self._swappers.start(name, settings)
         key = f"{name}@{host}" if host else name

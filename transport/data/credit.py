@@ -51,9 +51,9 @@ class Holding:
     promised: Credit
     """The largest window that the sender may still be using."""
     held: Credit
-    """Received from this incarnation of the sender and not yet acknowledged."""
+    """Received from the present life of the sender and not yet acknowledged."""
     earlier: Credit
-    """Received from earlier incarnations (epochs) and not yet acknowledged."""
+    """Received from earlier lives and not yet acknowledged."""
 
 
 def cost(rows: int, size_bytes: int) -> Credit:

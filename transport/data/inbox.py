@@ -14,13 +14,14 @@ from typing import Literal
 from msgspec.structs import replace
 
 from transport.data.credit import NONE, Credit, Holding, allot, cost, may_send
-from transport.data.messages import Ack, Data, Hello, Message, Refusal, Welcome
+from transport.data.messages import Ack, Data, Hello, Message, Welcome
+from transport.life import Life, Refused, replaced
 
 ConnectionId = Hashable
 Replies = list[tuple[ConnectionId, Message]]
 Verdict = Literal["new", "part", "duplicate", "ahead", "stray", "overrun"]
 """new: take it. part: keep it, the rest of its batch follows. duplicate: had it. ahead: something
-before it is missing. stray: no Hello came over this connection for this sender and epoch. overrun:
+before it is missing. stray: no Hello came over this connection for this sender and life. overrun:
 sent without credit."""
 
 UNSAID_SHARE = 4
@@ -34,7 +35,7 @@ MAX_FAULTS = 3
 @dataclass(kw_only=True, slots=True)
 class _Peer:
     connection: ConnectionId
-    epoch: int
+    life: Life
     expected: int
     gone: frozenset[int]
     number: int = 0
@@ -108,23 +109,22 @@ class Inbox:
     """The state of one receiver towards all its senders."""
 
     def __init__(
-        self, *, edge: str, epoch: int, capacity: Credit, senders: int = 1, max_message_bytes: int
+        self, *, edge: str, life: Life, capacity: Credit, senders: int = 1, max_message_bytes: int
     ) -> None:
-        self._edge, self._epoch, self.capacity = edge, epoch, capacity
+        self._edge, self._life, self.capacity = edge, life, capacity
         self._senders, self._max_message_bytes = senders, max_message_bytes
         self._peers: dict[str, _Peer] = {}
         self._over: set[str] = set()
-        self._earlier: dict[str, dict[tuple[int, int], Credit]] = {}
+        self._earlier: dict[str, dict[tuple[Life, int], Credit]] = {}
         self._settled = True
-        self._said = epoch
-        """Number of the window that was announced last, to whomever; it tells incarnations apart
-        too."""
+        self._first = self._said = life.first_number
+        """Number of the window that was announced last, to whomever."""
 
     @property
     def depth(self) -> Credit:
         """Received and not acknowledged."""
         earlier = sum(
-            (credit for of_epoch in self._earlier.values() for credit in of_epoch.values()), NONE
+            (credit for of_life in self._earlier.values() for credit in of_life.values()), NONE
         )
         return sum((peer.used for peer in self._peers.values()), earlier)
 
@@ -151,9 +151,7 @@ class Inbox:
         return max(senders, len(self._peers)) - sum(peer.ended for peer in self._peers.values())
 
     def over(self, sender: str) -> None:
-        """A sender that ended its stream towards an earlier incarnation of this receiver need not
-        come.
-        """
+        """A sender that ended its stream towards an earlier life of this receiver need not come."""
         self._over.add(sender)
 
     def expect(self, senders: int) -> Replies:
@@ -170,16 +168,16 @@ class Inbox:
         """A sender reports its state: it gets its window, and what has arrived of its stream."""
         peer = self._peers.get(message.sender)
         if peer is not None and (reason := self._outdated(peer, message)):
-            return [(connection, Refusal(edge=self._edge, reason=reason))]
-        if peer is not None and message.epoch == peer.epoch and message.number < peer.number:
+            return [(connection, Refused(reason))]
+        if peer is not None and message.life == peer.life and message.number < peer.number:
             return []  # read late from a connection that broke: what came after it counts
-        if peer is None or message.epoch > peer.epoch:
+        if peer is None or message.life > peer.life:
             if peer is not None and peer.held:
                 earlier = self._earlier.setdefault(message.sender, {})
-                earlier |= {(peer.epoch, number): credit for number, credit in peer.held.items()}
+                earlier |= {(peer.life, number): credit for number, credit in peer.held.items()}
             peer = _Peer(
                 connection=connection,
-                epoch=message.epoch,
+                life=message.life,
                 expected=message.base,
                 gone=frozenset(message.gone),
             )
@@ -193,7 +191,7 @@ class Inbox:
     def judge(self, connection: ConnectionId, message: Data) -> tuple[Verdict, Replies]:
         """What to do with a batch whose header arrived."""
         peer = self._peers.get(message.sender)
-        if peer is None or peer.connection != connection or peer.epoch != message.epoch:
+        if peer is None or peer.connection != connection or peer.life != message.life:
             return "stray", []
         if message.sequence < peer.expected:
             waits = message.sequence in peer.held or message.sequence in peer.unsaid
@@ -210,7 +208,7 @@ class Inbox:
                 f" rows and {message.bytes} bytes; run the same version of this project on both"
                 " sides"
             )
-            return "overrun", [(connection, Refusal(edge=self._edge, reason=reason))]
+            return "overrun", [(connection, Refused(reason))]
         return "part" if message.left else "new", []
 
     def begin(self, message: Data) -> None:
@@ -235,16 +233,16 @@ class Inbox:
         peer.faults, peer.begun = peer.faults + 1, None
         if peer.faults < MAX_FAULTS:
             return self._ask_again(peer)
-        return [(peer.connection, Refusal(edge=self._edge, reason=reason))]
+        return [(peer.connection, Refused(reason))]
 
-    def acknowledge(self, sender: str, epoch: int, sequence: int) -> Replies:
+    def acknowledge(self, sender: str, life: Life, sequence: int) -> Replies:
         """The consumer is done with a batch: its credit goes back, at once or with the next
         `flush`.
 
         A second time, or unknown: nothing.
         """
         peer = self._peers.get(sender)
-        if peer is not None and peer.epoch == epoch and sequence in peer.held:
+        if peer is not None and peer.life == life and sequence in peer.held:
             freed = peer.let_go(sequence)
             peer.unsaid.append(sequence)
             peer.unsaid_cost += freed
@@ -253,20 +251,20 @@ class Inbox:
             much = peer.unsaid_cost.rows * UNSAID_SHARE >= peer.announced.rows
             much = much or peer.unsaid_cost.bytes * UNSAID_SHARE >= peer.announced.bytes
             return [(peer.connection, self._ack(peer))] if much else []
-        if self._earlier.get(sender, {}).pop((epoch, sequence), None) is None:
+        if self._earlier.get(sender, {}).pop((life, sequence), None) is None:
             return []
         if not self._earlier[sender]:
             del self._earlier[sender]
         return self._announce()
 
     def acknowledge_rows(
-        self, sender: str, epoch: int, sequence: int, first: int, count: int
+        self, sender: str, life: Life, sequence: int, first: int, count: int
     ) -> None:
         """The consumer is done with rows of a batch that it holds: the next `flush` tells its
         sender.
         """
         peer = self._peers.get(sender)
-        if peer is not None and peer.epoch == epoch and sequence in peer.held:
+        if peer is not None and peer.life == life and sequence in peer.held:
             peer.early.setdefault(sequence, []).append((first, count))
             peer.unsaid_early.append((sequence, first, count))
 
@@ -289,16 +287,13 @@ class Inbox:
         return self._announce()
 
     def _outdated(self, peer: _Peer, message: Hello) -> str | None:
-        if message.epoch < peer.epoch:
+        if message.life < peer.life:
+            return replaced(message.sender, message.life, peer.life)
+        if message.life == peer.life and message.next < peer.expected:
             return (
-                f"'{message.sender}' was replaced on edge '{self._edge}'; this is epoch"
-                f" {message.epoch}, the present one {peer.epoch}; end this process"
-            )
-        if message.epoch == peer.epoch and message.next < peer.expected:
-            return (
-                f"'{message.sender}' came again on edge '{self._edge}' under its old epoch; its"
-                f" next batch is {message.next}, {peer.expected} had arrived; give it a larger"
-                " epoch after each restart"
+                f"'{message.sender}' came again on edge '{self._edge}' as {message.life}; its"
+                f" next batch is {message.next}, {peer.expected} had arrived; give it a larger life"
+                " after each restart"
             )
         return None
 
@@ -310,9 +305,9 @@ class Inbox:
 
         What it says will not come, although it lies here, it took back: nobody waits for its
         acknowledgement, and until the consumer is done with it, it takes room like a batch of an
-        earlier incarnation.
+        earlier life.
         """
-        is_known = self._epoch < message.window_number <= self._said
+        is_known = self._first < message.window_number <= self._said
         unheard = [
             numbered
             for numbered in peer.windows[:-1]
@@ -329,7 +324,7 @@ class Inbox:
             number for number in peer.held if number < message.base or number in peer.gone
         ]:
             freed = peer.let_go(number)
-            self._earlier.setdefault(message.sender, {})[peer.epoch, number] = freed
+            self._earlier.setdefault(message.sender, {})[peer.life, number] = freed
 
     def _windows(self) -> dict[str, Credit]:
         live = {
@@ -372,7 +367,7 @@ class Inbox:
         peer.unsaid, peer.unsaid_cost = [], NONE
         return Ack(
             edge=self._edge,
-            epoch=self._epoch,
+            life=self._life,
             sequences=sequences,
             window_rows=peer.announced.rows,
             window_bytes=peer.announced.bytes,
@@ -388,7 +383,7 @@ class Inbox:
         )
         return Welcome(
             edge=self._edge,
-            epoch=self._epoch,
+            life=self._life,
             window_rows=peer.announced.rows,
             window_bytes=peer.announced.bytes,
             window_number=peer.windows[-1][0],

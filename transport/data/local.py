@@ -12,6 +12,7 @@ from transport.data import messages
 from transport.data.counts import EndCounts
 from transport.data.credit import NONE, Credit, check_fits, cost, may_send
 from transport.errors import TransportError
+from transport.life import Life
 
 # One batch in the hands of a consumer, and its acknowledgement.
 
@@ -24,14 +25,14 @@ class Delivery:
     """The rows, checked; its buffers may lie in the memory of the message that brought them."""
     sender: str
     """Who sent it."""
-    epoch: int
-    """Incarnation of the sender."""
+    life: Life
+    """Of the sender."""
     sequence: int
-    """Its number, 0, 1, 2, ... per sender and epoch; it goes on when this receiver left and joins
+    """Its number, 0, 1, 2, ... per sender and life; it goes on when this receiver left and joins
     again."""
-    acknowledge: Callable[[str, int, int], None]
+    acknowledge: Callable[[str, Life, int], None]
     """The receiver's side, of all rows."""
-    acknowledge_rows: Callable[[str, int, int, int, int], None]
+    acknowledge_rows: Callable[[str, Life, int, int, int], None]
     """The receiver's side, of some rows before the others."""
 
     left: int = field(init=False)
@@ -45,7 +46,7 @@ class Delivery:
         does no harm.
         """
         self.left = 0
-        self.acknowledge(self.sender, self.epoch, self.sequence)
+        self.acknowledge(self.sender, self.life, self.sequence)
 
     def ack_rows(self, first: int, count: int) -> None:
         """The consumer is done with some rows, each of which it names once. With the last of them
@@ -54,9 +55,9 @@ class Delivery:
         """
         self.left -= count
         if self.left > 0:
-            self.acknowledge_rows(self.sender, self.epoch, self.sequence, first, count)
+            self.acknowledge_rows(self.sender, self.life, self.sequence, first, count)
         else:
-            self.acknowledge(self.sender, self.epoch, self.sequence)
+            self.acknowledge(self.sender, self.life, self.sequence)
 
 
 Acked = Callable[[Iterable[int]], None]
@@ -130,7 +131,7 @@ class LocalInlet:
             Delivery(
                 batch=batch,
                 sender=self.sender,
-                epoch=0,
+                life=Life(),
                 sequence=self._next,
                 acknowledge=self._acknowledge,
                 acknowledge_rows=self._acknowledge_rows,
@@ -148,7 +149,7 @@ class LocalInlet:
     def flush(self) -> None:
         """The sending end gets them with its next `poll`."""
 
-    def _acknowledge(self, sender: str, epoch: int, number: int) -> None:
+    def _acknowledge(self, sender: str, life: Life, number: int) -> None:
         if number in self._held:
             takes, acked, rows, count = self._held.pop(number)
             self.used -= takes
@@ -156,7 +157,7 @@ class LocalInlet:
             self.heard.append((acked, sorted(rows)))
 
     def _acknowledge_rows(
-        self, sender: str, epoch: int, number: int, first: int, count: int
+        self, sender: str, life: Life, number: int, first: int, count: int
     ) -> None:
         if number in self._held:
             _, acked, unacked, _ = self._held[number]

@@ -7,7 +7,7 @@ sender -> receiver    Hello     who I am, what I send, where I stand; repeated a
 receiver -> sender    Welcome   your window, and what I have of you: the rest is sent again
                       Ack       these batches are done with, and of others these rows; your window
                                 from now on
-                      Refusal   no, and why
+                      Refused   no, and why
 
 A message is one header frame, and for `Data` one body frame. The header is what the codec makes of
 the message, followed by its own xxh3_64, so that no byte of it can change unnoticed.
@@ -20,9 +20,9 @@ import msgspec
 import pyarrow as pa
 import xxhash
 
-from transport import codec
 from transport.codec import Codec, Natural
 from transport.errors import FrameError, SchemaMismatch
+from transport.life import Refused, Said
 
 SEAL_BYTES = 8
 MAX_HEADER_BYTES = 1 << 20
@@ -30,15 +30,18 @@ Size = Annotated[int, msgspec.Meta(ge=0, le=1 << 40)]
 """Of one batch, in rows or bytes; counts of many such batches stay within 64 bits."""
 
 
-class Hello(codec.Message, kw_only=True):
-    """The state of a sender towards one receiver."""
+class _OfEdge(Said, kw_only=True):
+    """From either end."""
 
     edge: str
     """Name of the edge."""
+
+
+class Hello(_OfEdge, kw_only=True):
+    """The state of a sender towards one receiver."""
+
     sender: str
-    """Name of the sender, the same after a restart."""
-    epoch: Natural
-    """Incarnation of the sender; larger after each restart."""
+    """Name of the sender, the same after a restart; its life is larger then."""
     schema: bytes
     """Arrow schema of the batches, as an IPC message."""
     base: Natural
@@ -56,23 +59,19 @@ class Hello(codec.Message, kw_only=True):
     ended: bool
     """Whether no batch will follow."""
     number: Natural = 0
-    """Larger in each later Hello of this sender and epoch: so one read late, from a connection that
+    """Larger in each later Hello of this sender and life: so one read late, from a connection that
     broke, is known."""
 
 
-class Data(codec.Message, kw_only=True):
+class Data(_OfEdge, kw_only=True):
     """The header of one record batch, or of a part of it: its parts follow each other, and nothing
     comes between.
     """
 
-    edge: str
-    """Name of the edge."""
     sender: str
     """Name of the sender."""
-    epoch: Natural
-    """Incarnation of the sender."""
     sequence: Natural
-    """0, 1, 2, ... per sender, epoch and receiver."""
+    """0, 1, 2, ... per sender, life and receiver."""
     rows: Size
     """Rows of the batch."""
     bytes: Size
@@ -90,13 +89,9 @@ class Data(codec.Message, kw_only=True):
         return self.bytes - self.offset - self.left
 
 
-class Welcome(codec.Message, kw_only=True):
+class Welcome(_OfEdge, kw_only=True):
     """What a receiver grants to one sender, and what it has of it."""
 
-    edge: str
-    """Name of the edge."""
-    epoch: Natural
-    """Incarnation of the receiver."""
     window_rows: Natural
     """The window: rows that may be unacknowledged."""
     window_bytes: Natural
@@ -122,13 +117,9 @@ class Welcome(codec.Message, kw_only=True):
     """Of the batches that it holds, rows that are done with: as in Ack."""
 
 
-class Ack(codec.Message, kw_only=True):
+class Ack(_OfEdge, kw_only=True):
     """Batches that the consumer is done with."""
 
-    edge: str
-    """Name of the edge."""
-    epoch: Natural
-    """Incarnation of the receiver."""
     sequences: tuple[Natural, ...]
     """The batches; none when only the window changed."""
     window_rows: Natural
@@ -142,18 +133,9 @@ class Ack(codec.Message, kw_only=True):
     unacknowledged and keep their credit: sequence number, first row, number of rows; and so on."""
 
 
-class Refusal(codec.Message, kw_only=True):
-    """Why a receiver takes nothing from this sender."""
-
-    edge: str
-    """Name of the edge."""
-    reason: str
-    """What is wrong, what was found, what to do."""
-
-
-Message = Hello | Data | Welcome | Ack | Refusal
+Message = Hello | Data | Welcome | Ack | Refused
 _CODEC: Codec[Message] = Codec(
-    "data", 1, Hello, Data, Welcome, Ack, Refusal, max_bytes=MAX_HEADER_BYTES - SEAL_BYTES
+    "data", 2, Hello, Data, Welcome, Ack, Refused, max_bytes=MAX_HEADER_BYTES - SEAL_BYTES
 )
 
 

@@ -13,6 +13,7 @@ from typing import Any
 from transport.data.counts import EdgeCounts
 from transport.data.credit import NONE, Credit, may_send, room_rows
 from transport.data.messages import Ack, Data, Hello, Welcome
+from transport.life import Life
 
 _NUMBERS = itertools.count(1)
 """Of the Hellos of this process: they rise whatever peers come and go."""
@@ -49,12 +50,12 @@ class Outbox:
     """The state of one sender towards one receiver."""
 
     def __init__(
-        self, *, edge: str, sender: str, epoch: int, schema: bytes, first: int = 0
+        self, *, edge: str, sender: str, life: Life, schema: bytes, first: int = 0
     ) -> None:
         """`first` is the number of the first batch: for a receiver that left and comes back, where
         it left.
         """
-        self._edge, self._sender, self._epoch, self._schema = edge, sender, epoch, schema
+        self._edge, self._sender, self._life, self._schema = edge, sender, life, schema
         self._outgoing: dict[int, OutgoingBatch] = {}
         self._unsent: deque[int] = deque()
         self._next = self._reached = first
@@ -63,7 +64,7 @@ class Outbox:
         self._live = False
         self._lost_at = 0
         self._ended = False
-        self._receiver_epoch: int | None = None
+        self._receiver_life: Life | None = None
         self.limits: Welcome | None = None
         """What the receiver last said of itself; None before the first Welcome."""
         self.end_confirmed = False
@@ -137,7 +138,7 @@ class Outbox:
 
     def take_back(self, *, sent: bool) -> list[OutgoingBatch]:
         """Batches that shall not go to this receiver after all, in order: those that never left for
-        its present incarnation, or with `sent` all that it did not acknowledge. The next Hello says
+        its present life, or with `sent` all that it did not acknowledge. The next Hello says
         so.
         """
         numbers = {number: None for number in self._outgoing if sent or number >= self._reached}
@@ -163,7 +164,7 @@ class Outbox:
             yield Data(
                 edge=self._edge,
                 sender=self._sender,
-                epoch=self._epoch,
+                life=self._life,
                 sequence=outgoing.sequence,
                 rows=outgoing.rows,
                 bytes=size,
@@ -178,7 +179,7 @@ class Outbox:
         return Hello(
             edge=self._edge,
             sender=self._sender,
-            epoch=self._epoch,
+            life=self._life,
             schema=self._schema,
             base=base,
             next=self._next,
@@ -203,12 +204,13 @@ class Outbox:
         True when the window shrank, and a Hello has to confirm it. One that knows an end where
         there is none any more was said before the stream began again: it counts for nothing. Nor
         does one that was read late, from a connection that broke: the last Hello promised what the
-        receiver would miss then.
+        receiver would miss then; nor one of an earlier life of the receiver.
         """
-        if message.answers < self._lost_at or (message.ended and not self._ended):
+        is_earlier = message.life < (self._receiver_life or message.life)
+        if is_earlier or message.answers < self._lost_at or (message.ended and not self._ended):
             return False
-        if message.epoch != self._receiver_epoch:
-            self._receiver_epoch, self._reached = message.epoch, 0
+        if message.life != self._receiver_life:
+            self._receiver_life, self._reached = message.life, 0
             arrived: set[int] = set()
         else:
             arrived = {n for n in message.held if n < message.expected and n in self._outgoing}
@@ -225,7 +227,7 @@ class Outbox:
         """Forget what is acknowledged; True when the window shrank, and a Hello has to confirm
         it.
         """
-        if message.epoch != self._receiver_epoch or not self._live:
+        if message.life != self._receiver_life or not self._live:
             return False
         for number in message.sequences:
             outgoing = self._outgoing.pop(number, None)

@@ -7,7 +7,6 @@ Unblocked by: `Sender.send`; and it unblocks senders by `Delivery.ack`.
 """
 
 import logging
-import secrets
 import time
 from collections import deque
 from collections.abc import Callable, Hashable
@@ -21,9 +20,10 @@ from transport.data.counts import EndCounts
 from transport.data.credit import Credit
 from transport.data.inbox import Inbox, Replies
 from transport.data.local import Delivery
-from transport.data.messages import Data, Hello, Refusal
+from transport.data.messages import Data, Hello
 from transport.data.sockets import Arrival, Junk, Network, SocketNetwork
 from transport.errors import FrameError
+from transport.life import Life, Refused
 
 log = logging.getLogger(__name__)
 
@@ -55,17 +55,17 @@ class Receiver:
         edge: str,
         schema: pa.Schema,
         address: str,
+        life: Life,
         capacity_rows: int,
         capacity_bytes: int = 256 << 20,
         max_message_bytes: int = 64 << 20,
         senders: int = 1,
         network: Network | None = None,
-        epoch: int | None = None,
         on_refused: Callable[[str, str, str], None] = _warn,
         counts: EndCounts | None = None,
     ) -> None:
         """Bind to `address`: `ipc://PATH` in a 0700 folder, `tcp://127.0.0.1:*`, or elsewhere with
-        keys.
+        keys. `life` is larger after each restart of the receiver.
 
         `senders` are expected: `finished` waits for as many, and until they come their share is
         kept for them. `on_refused(edge, peer, reason)` hears once of every peer that sends what
@@ -86,7 +86,7 @@ class Receiver:
         """What has arrived."""
         self._inbox = Inbox(
             edge=edge,
-            epoch=secrets.randbits(62) if epoch is None else epoch,
+            life=life,
             capacity=Credit(rows=capacity_rows, bytes=capacity_bytes),
             senders=senders,
             max_message_bytes=max_message_bytes,
@@ -173,7 +173,7 @@ class Receiver:
         by it, and to a joiner as soon as the others confirmed their smaller windows. Say it before
         the present senders end, because a consumer acts on `finished`; a joiner whose stream begins
         later is served too, and makes `finished` false again. A sender counts once by its name,
-        whatever its epoch: a joiner needs a name that nobody had. Lower the number for one that
+        whatever its life: a joiner needs a name that nobody had. Lower the number for one that
         will never come; after one that ended, it need not change. Raises ValueError when the
         capacity holds no row or byte for each that may still send.
         """
@@ -241,7 +241,7 @@ class Receiver:
             messages.check_schema(messages.decode_schema(hello.schema), self.schema, edge=self.edge)
         except FrameError as error:
             self._refuse(connection, str(error))
-            self._listener.put(connection, Refusal(edge=hello.edge, reason=str(error)))
+            self._listener.put(connection, Refused(str(error)))
             return
         self._begun.pop(hello.sender, None)
         self._reply(self._inbox.hello(connection, hello))
@@ -293,15 +293,15 @@ class Receiver:
             Delivery(
                 batch=batch,
                 sender=data.sender,
-                epoch=data.epoch,
+                life=data.life,
                 sequence=data.sequence,
                 acknowledge=self._acknowledge,
                 acknowledge_rows=self._inbox.acknowledge_rows,
             )
         )
 
-    def _acknowledge(self, sender: str, epoch: int, sequence: int) -> None:
-        self._reply(self._inbox.acknowledge(sender, epoch, sequence))
+    def _acknowledge(self, sender: str, life: Life, sequence: int) -> None:
+        self._reply(self._inbox.acknowledge(sender, life, sequence))
         if not self._ready and not self._closed and not self._listener.waiting():
             self.flush()
 

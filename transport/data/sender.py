@@ -21,10 +21,11 @@ import zmq
 from transport.data import messages
 from transport.data.counts import EdgeCounts, EndCounts
 from transport.data.credit import Credit, check_fits, cost, next_receiver
-from transport.data.messages import Ack, Data, Refusal, Welcome
+from transport.data.messages import Ack, Data, Welcome
 from transport.data.outbox import Outbox, OutgoingBatch
 from transport.data.sockets import Connection, ConnectionEvent, Network, SocketNetwork
 from transport.errors import PeerGone, SenderRefused, TransportError, WaitTimeout
+from transport.life import Life, Refused
 
 # One receiver as a sender sees it: the connection, what is owed over it, and since when the
 # receiver is away.
@@ -143,8 +144,8 @@ class ReceiverPeer:
                 self.failures = 0
             case Ack() if event.edge == self._edge:
                 self._greet = self.outbox.ack(event) or self._greet
-            case Refusal() if event.edge == self._edge:
-                raise SenderRefused(event.reason)
+            case Refused():
+                raise SenderRefused(event.error)
             case _:
                 return False
         return True
@@ -164,7 +165,7 @@ class ReceiverSet:
         *,
         edge: str,
         sender_id: str,
-        epoch: int,
+        life: Life,
         schema: pa.Schema,
         receivers: Sequence[str],
         network: Network | None,
@@ -178,7 +179,7 @@ class ReceiverSet:
             raise ValueError(
                 f"edge '{edge}' has no receiver; got an empty list; give at least one address"
             )
-        self.edge, self.sender_id, self.epoch, self.schema = edge, sender_id, epoch, schema
+        self.edge, self.sender_id, self.life, self.schema = edge, sender_id, life, schema
         self._peer_timeout_s, self._clock, self._most_rows = peer_timeout_s, clock, most_rows
         self._slack_rows, self._last = slack_rows, -1
         self._network = network or SocketNetwork()
@@ -276,7 +277,7 @@ class ReceiverSet:
         outbox = Outbox(
             edge=self.edge,
             sender=self.sender_id,
-            epoch=self.epoch,
+            life=self.life,
             schema=self._encoded,
             first=self._stopped_at.get(address, 0),
         )
@@ -392,7 +393,7 @@ class Sender(ReceiverSet):
         *,
         edge: str,
         sender_id: str,
-        epoch: int,
+        life: Life,
         schema: pa.Schema,
         receivers: Sequence[str],
         network: Network | None = None,
@@ -406,14 +407,14 @@ class Sender(ReceiverSet):
 
         `most_rows` may be unacknowledged with all receivers together, whatever credit they give: so
         one of them that has room for as many can take what others had. A larger batch travels
-        alone. `epoch` is larger after each restart of the sender. A receiver that is away for
+        alone. `life` is larger after each restart of the sender. A receiver that is away for
         `peer_timeout_s` makes `poll` raise PeerGone. Raises AddressError for an address that others
         could listen at. `counts`: go on from those of an earlier attempt; None: from nothing.
         """
         super().__init__(
             edge=edge,
             sender_id=sender_id,
-            epoch=epoch,
+            life=life,
             schema=schema,
             receivers=receivers,
             network=network,

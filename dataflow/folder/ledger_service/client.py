@@ -26,7 +26,6 @@ from dataflow.folder.ledger_service.messages import (
     Answer,
     Behind,
     Join,
-    Life,
     Query,
     QueryResult,
     Record,
@@ -38,7 +37,7 @@ from dataflow.folder.ledger_service.messages import (
 from dataflow.folder.placing import Placing, put
 from dataflow.system.clocks import AwakeClock
 from dataflow.system.files import RunFolderError, disk, write_atomically
-from dataflow.system.messages import MessageError
+from dataflow.system.messages import Life, MessageError
 from dataflow.system.security import RunKeys, give_up_soon, present
 
 METRICS = "metrics.jsonl"
@@ -304,9 +303,8 @@ class LedgerClient(BaseLedger):
         """How what this process wrote in the run folder gets its name: the service gives it, in its
         turn.
         """
-        token = self._token
         return Placing(
-            f"{token.life.scheduler}-{token.life.attempt}-{token.session:x}",
+            f"{'-'.join(map(str, self._token.life))}-{self._token.session:x}",
             self._place,
             self._append,
             self._disk,

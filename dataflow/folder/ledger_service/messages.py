@@ -1,11 +1,11 @@
 """The messages between the ledger's service and its clients."""
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 from dataflow.folder.ledger.methods import calls_of
 from dataflow.folder.ledger_service import files as files  # its methods are called, too
-from dataflow.system.messages import Codec, Message, Natural
+from dataflow.system.messages import Codec, Life, Message, Natural
 
 if TYPE_CHECKING:
     from dataflow.folder.ledger.methods import Call as AnyRead
@@ -15,20 +15,6 @@ else:
     AnyWrite = calls_of(lambda method: method.writes)
 
 
-class Life(NamedTuple):
-    """Which life of a worker this is: of two, the later is the larger, and the earlier may write
-    nothing any more.
-    """
-
-    scheduler: int = 0
-    """Number of the one that has started it: how many held the run before."""
-    attempt: int = 0
-    """How often that worker was started before by it, and by those whose run it took over."""
-
-    def __str__(self) -> str:
-        return f"attempt {self.attempt} of scheduler {self.scheduler}"
-
-
 @dataclass(frozen=True)
 class Token:
     """A process that writes."""
@@ -36,8 +22,8 @@ class Token:
     worker: str
     life: Life
     session: int
-    """A random number of the process: it tells two of one life apart, of which none is the
-    later."""
+    """A random number of who counts its writes from 1: two that do so are told apart, be they of
+    one life."""
 
 
 # From a client

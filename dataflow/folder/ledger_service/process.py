@@ -22,7 +22,7 @@ from dataflow.system.child import Child, fork
 from dataflow.system.files import RunFolderError
 from dataflow.system.interrupts import leave_to_leader
 from dataflow.system.log import log_to
-from dataflow.system.messages import Codec, Message, MessageError, Secret, field
+from dataflow.system.messages import Codec, Life, Message, MessageError, Secret, field
 from dataflow.system.security import RunKeys
 
 START_S = 30.0
@@ -45,7 +45,7 @@ class Serve(Secret, kw_only=True):
     address: str
     """tcp://HOST:* or with a port; ipc://PATH."""
     keys: Mapping[str, bytes] = field(default_factory=dict)
-    floor: int | None = None
+    first: Life | None = None
     """As `RequestHandler` has it."""
 
 
@@ -88,14 +88,14 @@ class LedgerProcess:
         """Where clients ask; empty before it serves."""
 
     def serve(
-        self, ledger: Path, address: str, keys: RunKeys | None = None, floor: int | None = None
+        self, ledger: Path, address: str, keys: RunKeys | None = None, first: Life | None = None
     ) -> str:
         """Serve a ledger, which need not exist before the first request; the address, once it
         listens. Errors: RunError when it does not listen in time; Replaced.
         """
         plain = {} if keys is None else keys.to_plain()
         try:
-            self._channel.send(Serve(ledger=str(ledger), address=address, keys=plain, floor=floor))
+            self._channel.send(Serve(ledger=str(ledger), address=address, keys=plain, first=first))
             reply = self._channel.receive(START_S)
         except (EOFError, OSError) as error:
             self.check()
@@ -229,7 +229,7 @@ def _serve(request: Serve, holds: Holds, ends: socket.socket) -> int:
 
         def handler() -> RequestHandler:
             ledger = open_.enter_context(Ledger.open(request.ledger))
-            request_handler = RequestHandler(ledger, floor=request.floor, holds=holds)
+            request_handler = RequestHandler(ledger, first=request.first, holds=holds)
             open_.callback(request_handler.close)
             return request_handler
 

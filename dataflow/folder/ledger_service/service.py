@@ -23,7 +23,6 @@ from dataflow.folder.ledger_service.messages import (
     Answer,
     Behind,
     Join,
-    Life,
     Query,
     QueryResult,
     Record,
@@ -33,11 +32,11 @@ from dataflow.folder.ledger_service.messages import (
     ToLedger,
 )
 from dataflow.system.files import RunFolderError
-from dataflow.system.messages import MessageError
+from dataflow.system.messages import Life, MessageError, replaced
 from dataflow.system.security import Guard, RunKeys, reachable
 
-FLOOR = ""
-"""Stands for a worker's name: the least number of a scheduler whose workers may write."""
+ANY = ""
+"""Stands for a worker's name: earlier lives than its own may not write, whatever their worker."""
 _ADMIT = "INSERT OR REPLACE INTO writers VALUES (?, ?, ?, ?, 0, NULL)"
 _ANSWERED = "UPDATE writers SET number = ?, refusal = ? WHERE worker = ?"
 _LIST = "SELECT worker, holder, attempt, session, number, refusal FROM writers"
@@ -52,13 +51,6 @@ class Writer:
     """Number of its last write that has an answer: 1, 2, ..."""
     refusal: str | None = None
     """Why that write was not made."""
-
-
-def _writer(
-    worker: str, scheduler: int, attempt: int, session: int, number: int, refusal: str | None
-) -> Writer:
-    """As the table has it."""
-    return Writer(Token(worker, Life(scheduler, attempt), session), number, refusal)
 
 
 @dataclass(frozen=True)
@@ -83,22 +75,24 @@ class RequestHandler:
     """
 
     def __init__(
-        self, ledger: Ledger, *, floor: int | None = None, holds: Callable[[], None] = lambda: None
+        self, ledger: Ledger, *, first: Life | None = None, holds: Callable[[], None] = lambda: None
     ) -> None:
-        """floor: processes that an earlier scheduler than that of this number has started write no
-        more; None: as it was, for workers that were taken over. holds: raises Replaced once
-        somebody else holds the run. Errors: LedgerError.
+        """first: earlier lives write no more, whatever their worker; None: as it was, for workers
+        that were taken over. holds: raises Replaced once somebody else holds the run. Errors:
+        LedgerError.
         """
         self._ledger, self._files, self._holds = ledger, RunFiles(ledger), holds
         with ledger.transaction("prepare for several hosts") as db:
             db.execute(WRITERS)
-            if floor is not None:
-                db.execute(_ADMIT, (FLOOR, floor, 0, 0))
+            if first is not None:
+                db.execute(_ADMIT, (ANY, *first, 0))
         ledger.flush()
         with ledger.transaction("list who writes", writes=False) as db:
-            self._writers = {row[0]: _writer(*row) for row in db.execute(_LIST)}
-        self._first = self._writers[FLOOR].token.life if FLOOR in self._writers else Life()
-        """Earlier lives may not write, whatever their worker."""
+            self._writers = {
+                worker: Writer(Token(worker, Life(scheduler, attempt), session), *written)
+                for worker, scheduler, attempt, session, *written in db.execute(_LIST)
+            }
+        self._first = self._writers[ANY].token.life if ANY in self._writers else Life()
 
     def hear(self, message: ToLedger) -> Answer | Deferred:
         """Make a request, or answer why not. Errors: Replaced, once another scheduler holds the
@@ -181,7 +175,7 @@ class RequestHandler:
     def _admit(self, token: Token) -> None:
         writer = self._writers.get(token.worker)
         if token.life < self._first or (writer is not None and token.life < writer.token.life):
-            raise _replaced(token, writer)
+            raise self._replaced(token, writer)
         if writer is not None and writer.token == token:
             return
         with self._ledger.transaction("let a worker write") as db:
@@ -192,8 +186,12 @@ class RequestHandler:
         """The writer of a process that may write. Errors: Replaced."""
         writer = self._writers.get(token.worker)
         if writer is None or writer.token != token or token.life < self._first:
-            raise _replaced(token, writer)
+            raise self._replaced(token, writer)
         return writer
+
+    def _replaced(self, token: Token, writer: Writer | None) -> Replaced:
+        present = self._first if writer is None else max(self._first, writer.token.life)
+        return Replaced(replaced(token.worker, token.life, present))
 
 
 def _refused(message: ToLedger, error: RunError) -> Refused:
@@ -204,17 +202,6 @@ def _refused(message: ToLedger, error: RunError) -> Refused:
     elif isinstance(error, LedgerError):
         kind = "LedgerError"
     return Refused(ticket, number, kind, str(error))
-
-
-def _replaced(token: Token, writer: Writer | None) -> Replaced:
-    successor = "none" if writer is None else str(writer.token.life)
-    return Replaced(
-        f"attempt {token.life.attempt} of '{token.worker}', started by scheduler"
-        f" {token.life.scheduler} of this"
-        " run, may write nothing any more: another one was started in its place (found"
-        f" {successor});"
-        " it was cut off or stopped for too long, and ends without touching the run"
-    )
 
 
 STOP = signal.SIGUSR1

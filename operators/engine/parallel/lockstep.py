@@ -496,7 +496,7 @@ def make_parallel(declaration: GeneratorKnobs, context: Context, size: int) -> B
                 threads=context.threads,
                 folder=str(team.folder),
                 site=None if opens is None else opens.site,
-                attempt=context.attempt,
+                attempt=context.life.attempt,
                 quantized=context.quantized,
                 limits=context.limits,
                 aside=None if context.aside is None else str(context.aside),

@@ -280,7 +280,7 @@ def following(making: Making) -> Callable[[int, int], int]:
                 tensors,
                 largest=largest,
                 limits=limits,
-                attempt=context.attempt,
+                attempt=context.life.attempt,
             )
 
         def work(channel: Channel[Any]) -> None:

@@ -160,14 +160,14 @@ def test_an_agent_turns_to_the_scheduler_that_leads_the_run_now(tmp_path: Path) 
     keys = RunKeys.make()
     before, after = AgentsSocket("127.0.0.1", keys), AgentsSocket("127.0.0.1", keys)
     before.close()
-    Rendezvous(address=after.address, number=1, hosts=()).write(tmp_path, keys)
+    Rendezvous(address=after.address, hosts=()).write(tmp_path, keys)
     joins = agent(before.address, keys, tmp_path)
     thread = threading.Thread(target=joins.run)
     thread.start()
     try:
         found: list[Any] = []
         wait_until(lambda: found.extend(after.received(print)) or found, 20.0, "the agent")
-        assert isinstance(found[0][1], Join) and found[0][1].name == "h1"
+        assert isinstance(found[0][1], Join) and found[0][1].host.name == "h1"
         after.send(found[0][0], End())
         thread.join(20)
         assert not thread.is_alive()

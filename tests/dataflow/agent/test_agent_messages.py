@@ -8,13 +8,18 @@ import pytest
 from dataflow.agent.environment import AgentEnvironment
 from dataflow.agent.messages import FROM_AGENT, TO_AGENT, Begin, Built, Join, Spawn
 from dataflow.errors import RunError
+from dataflow.planning.hosts import Host
 from dataflow.system.messages import MessageError
 from dataflow.system.security import KEYS_BYTES, RunKeys
 
 
 def test_messages_of_agents_come_as_they_went() -> None:
     join = Join(
-        name="h1", cpus=2, address="10.0.0.1", sockets="/dev/shm/x", folder="/runs/a", pid=7
+        host=Host(name="h1", cpus=2),
+        address="10.0.0.1",
+        sockets="/dev/shm/x",
+        folder="/runs/a",
+        pid=7,
     )
     assert FROM_AGENT.decode(FROM_AGENT.encode(join)) == join
     assert FROM_AGENT.decode(FROM_AGENT.encode(Built(digest="ab", files={"a.py": "cd"}))) == Built(

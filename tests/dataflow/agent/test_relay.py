@@ -21,6 +21,7 @@ from dataflow.worker.messages import (
     Ready,
     Start,
 )
+from transport.life import Life
 
 
 @pytest.fixture
@@ -40,7 +41,7 @@ def worker(tmp_path: Path, relay: Relay) -> Iterator["zmq.Socket[bytes]"]:
 
 
 def beat(rss: int) -> Heartbeat:
-    return Heartbeat(attempt=0, nodes={}, rss_bytes=rss)
+    return Heartbeat(life=Life(), nodes={}, rss_bytes=rss)
 
 
 def say(
@@ -64,14 +65,14 @@ def test_words_are_passed_on_soon_and_in_order_and_of_heartbeats_the_last_at_eac
     relay.due(100.0)
     say(relay, worker, beat(1), beat(2))
     assert relay.due(100.5) is None
-    say(relay, worker, Ready(attempt=0), beat(3), beat(4))
-    assert read(relay.due(100.6)) == [beat(2), Ready(attempt=0)]
+    say(relay, worker, Ready(life=Life()), beat(3), beat(4))
+    assert read(relay.due(100.6)) == [beat(2), Ready(life=Life())]
     assert read(relay.due(101.0)) == [beat(4)]
     assert relay.due(103.0) is None
-    say(relay, worker, beat(5), Bye(attempt=0), beat(6))
+    say(relay, worker, beat(5), Bye(life=Life()), beat(6))
     assert read(relay.due(103.1, last=True)) == [
         beat(5),
-        Bye(attempt=0),
+        Bye(life=Life()),
         beat(6),
     ], "as it has ended"
 

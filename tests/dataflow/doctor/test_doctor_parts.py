@@ -31,6 +31,7 @@ from dataflow.system import processes, stacks
 from dataflow.system.processes import machine
 from dataflow.system.stacks import StackFrame, Thread
 from dataflow.worker.host import Settings
+from transport.life import Life
 
 # States from heartbeats
 
@@ -371,7 +372,7 @@ class Watched:
                 process=ProcessState.READY,
                 state="ready",
                 cause="",
-                attempt=0,
+                life=Life(),
                 heard_at=0.0,
                 told=beat(node),
                 stacks=None,

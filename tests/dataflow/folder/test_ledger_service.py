@@ -27,7 +27,6 @@ from dataflow.folder.ledger_service.messages import (
     TO_LEDGER,
     Behind,
     Join,
-    Life,
     Query,
     QueryResult,
     Record,
@@ -47,6 +46,7 @@ from dataflow.system.files import RunFolderError
 from dataflow.system.security import RunKeys
 from dataflow.testing import FakeGenerator, FakePrompts, FakeTrainer
 from dataflow.worker.host import Settings
+from transport.life import Life
 
 KEYS = RunKeys.make()
 
@@ -364,9 +364,7 @@ def test_an_older_attempt_commits_nothing_once_a_newer_one_has_looked(
             ):
                 said = each.hear(late)
                 assert isinstance(said, Refused) and said.error == "Replaced", late
-                assert (
-                    "attempt 0 of 'trainer-0'" in said.message and "found attempt 1" in said.message
-                )
+                assert "is attempt 0 of scheduler 0, and attempt 1" in said.message
         assert again.last_step("trainer") == 1
     assert handler.hear(Record(newer, 1, 0, commit(2, [1]))) == Recorded(1)
 
@@ -382,7 +380,7 @@ def test_workers_of_an_earlier_start_write_nothing_whatever_their_names(
     handler: RequestHandler, path: Path
 ) -> None:
     with Ledger.open(path) as again:
-        RequestHandler(again, floor=1)
+        RequestHandler(again, first=Life(1))
         resumed = RequestHandler(again)
         for late in (Record(token(), 1, 0, commit(1, [0])), Join(token(attempt=9), 1)):
             said = resumed.hear(late)
@@ -460,7 +458,7 @@ def test_who_was_replaced_puts_no_file_in_its_place(path: Path, service: LedgerP
     at, mine = folder / "rollouts" / "step-1", old.placing.aside(folder / "rollouts" / "step-1")
     mine.write_text("old")
     client(path, service, life=Life(0, 1))
-    with pytest.raises(Replaced, match="may write nothing any more"):
+    with pytest.raises(Replaced, match="was replaced"):
         old.placing.place(mine, at, None)
     assert not at.exists()
 
@@ -564,7 +562,7 @@ def test_a_client_has_a_copy_of_the_ledger_while_others_write(
         Ledger.prove(ledger.path)
         assert ledger.counts("trainer").missing == 0
         # nobody who wrote to the other one
-        assert RequestHandler(ledger, floor=1)._writers.keys() == {""}
+        assert RequestHandler(ledger, first=Life(1))._writers.keys() == {""}
     assert sorted(each.name for each in path.parent.iterdir() if "copy" in each.name) == ["copy"]
 
 

@@ -18,8 +18,9 @@ from dataflow.errors import Replaced
 from dataflow.folder.ledger import BaseLedger, Ledger, LedgerError
 from dataflow.folder.ledger.schema import STATES
 from dataflow.folder.ledger_service import client as clients
-from dataflow.folder.ledger_service.messages import FROM_LEDGER, TO_LEDGER, Answer, Life, ToLedger
+from dataflow.folder.ledger_service.messages import FROM_LEDGER, TO_LEDGER, Answer, ToLedger
 from dataflow.folder.ledger_service.service import Deferred, RequestHandler
+from transport.life import Life
 
 WORKERS = ("prompts-0", "trainer-0")
 SOME = st.lists(st.integers(0, 12), max_size=4)

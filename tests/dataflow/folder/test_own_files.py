@@ -13,11 +13,12 @@ from dataflow.folder.copies.store import Address, Copies, Store, claim
 from dataflow.folder.ledger import HOME, Ledger
 from dataflow.folder.ledger.methods import METHODS
 from dataflow.folder.ledger_service.client import OwnFiles
-from dataflow.folder.ledger_service.messages import Join, Life, Query, QueryResult, Refused, Token
+from dataflow.folder.ledger_service.messages import Join, Query, QueryResult, Refused, Token
 from dataflow.folder.ledger_service.service import RequestHandler
 from dataflow.folder.placing import Placing
 from dataflow.folder.run_folder import RunFolder
 from dataflow.system.files import RunFolderError
+from transport.life import Life
 
 STEP_3 = "rollouts/step-000003.arrow"
 

@@ -82,7 +82,7 @@ def test_the_start_says_what_stays_where_and_what_survives() -> None:
 def test_an_agent_sees_the_schedulers_folder_by_this_runs_keys(tmp_path: Path) -> None:
     keys = RunKeys.make()
     assert not run_disk.sees(tmp_path / "none", keys)
-    Rendezvous(address="tcp://a:1", number=0, hosts=()).write(tmp_path, keys)
+    Rendezvous(address="tcp://a:1", hosts=()).write(tmp_path, keys)
     assert run_disk.sees(tmp_path, keys)
 
 
@@ -90,14 +90,14 @@ def test_keys_of_another_run_are_a_leftover(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(run_disk, "_SHOWN_S", 0.0)
-    Rendezvous(address="tcp://a:1", number=0, hosts=()).write(tmp_path, RunKeys.make())
+    Rendezvous(address="tcp://a:1", hosts=()).write(tmp_path, RunKeys.make())
     assert not run_disk.sees(tmp_path, RunKeys.make())
 
 
 def test_keys_that_are_not_those_of_the_scheduler_it_is_to_join_are_told_as_such(
     tmp_path: Path,
 ) -> None:
-    Rendezvous(address="tcp://a:1", number=0, hosts=()).write(tmp_path, RunKeys.make())
+    Rendezvous(address="tcp://a:1", hosts=()).write(tmp_path, RunKeys.make())
     (tmp_path / "ledger.db").touch()
     with pytest.raises(
         RunError,

@@ -32,7 +32,7 @@ def hello(played: Played, name: str, line: WeightLine = HERE, **own: str) -> lis
     lines = {"trainer": line} if name == "trainer-0" else {}
     addresses = dict(record.addresses) | own
     return played._said(
-        name, lambda attempt: Hello(attempt=attempt, pid=1, addresses=addresses, lines=lines)
+        name, lambda life: Hello(life=life, pid=1, addresses=addresses, lines=lines)
     )
 
 
@@ -118,9 +118,7 @@ def test_a_worker_that_names_the_weight_line_of_another_is_refused() -> None:
     record: WorkerRecord = played.table.workers["generator-0"]
     said = played._said(
         "generator-0",
-        lambda attempt: Hello(
-            attempt=attempt, pid=1, addresses=record.addresses, lines={"trainer": THERE}
-        ),
+        lambda life: Hello(life=life, pid=1, addresses=record.addresses, lines={"trainer": THERE}),
     )
     assert said == [Refuse("'generator-0'")]
     assert played.table.workers["trainer-0"].lines == {"trainer": HERE}

@@ -1,7 +1,6 @@
 """The scheduler's hold on its agents: real sockets, played agents."""
 
 import contextlib
-import json
 import signal
 import sys
 import time
@@ -29,23 +28,26 @@ from dataflow.agent.messages import (
     Notice,
     Pause,
     Paused,
-    Refused,
     SendSignal,
     Spawn,
     Stay,
+    ToWorkers,
 )
 from dataflow.agent.rendezvous import KEYS_FILE, Rendezvous
 from dataflow.errors import DeadlineError, Replaced, RunError
+from dataflow.planning.hosts import Host
 from dataflow.scheduler.agents import Agents
+from dataflow.scheduler.control_server import HostsControlServer
 from dataflow.scheduler.host_agent import HostAgent, Questions
+from dataflow.system.messages import Refused
 from dataflow.system.security import RunKeys
+from dataflow.worker.messages import Stop
 
 KEYS = RunKeys.make()
 
 
 JOIN = Join(
-    name="h1",
-    cpus=2,
+    host=Host(name="h1", cpus=2),
     address="127.0.0.1",
     sockets="/dev/shm/of-h1",
     folder="/runs/a",
@@ -71,7 +73,7 @@ class PlayedAgent:
     def __init__(self, agents: Agents, name: str, keys: RunKeys = KEYS, **facts: Any) -> None:
         self.line = SchedulerSocket(agents.address, keys, f"{name}/{id(self)}")
         self.said: list[Any] = []
-        self.join = structs.replace(JOIN, name=name, **facts)
+        self.join = structs.replace(JOIN, host=Host(name=name, cpus=2), **facts)
         self.line.say(self.join)
 
     def say(self, message: Any) -> None:
@@ -145,7 +147,7 @@ def begun(agents: Agents, *names: str) -> Iterator[list[PlayedAgent]]:
 
 
 def settings(host: str, attempt: int = 0) -> dict[str, Any]:
-    return {"host": host, "attempt": attempt}
+    return {"host": host, "life": [0, attempt]}
 
 
 def test_a_worker_is_asked_for_on_its_host_and_events_come_from_there(agents: Agents) -> None:
@@ -483,17 +485,19 @@ def test_the_end_is_waited_for_until_all_have_said_goodbye_and_nothing_is_left(
 def test_a_scheduler_that_finds_another_in_its_place_ends_and_removes_nothing(
     agents: Agents, tmp_path: Path
 ) -> None:
+    def holds() -> None:
+        raise Replaced("another one has taken the run over")
+
     with begun(agents, "h1") as (agent,):
         agents.announce(agents.hosts)
-        Rendezvous(address="tcp://127.0.0.1:9", number=1, hosts=()).write(tmp_path, KEYS)
-        with pytest.raises(
-            Replaced, match=r"another one, at tcp://127\.0\.0\.1:9, has taken the run over"
-        ):
-            until(agents, lambda: False)
-        agents.leave()
+        server = HostsControlServer(agents, tmp_path, holds=holds)
+        server.send("w-0", Stop(), "h1")
+        with pytest.raises(Replaced):
+            server.wait(0.0)
+        server.leave()
         agents.close()
-        assert json.loads((tmp_path / "agents.json").read_text())["number"] == 1
-        assert not agent.heard(End)
+        assert Rendezvous.read(tmp_path) is not None
+        assert not agent.heard(End) and not agent.heard(ToWorkers)
 
 
 def test_what_is_no_message_is_refused_and_told(agents: Agents) -> None:

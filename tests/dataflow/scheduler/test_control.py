@@ -46,6 +46,7 @@ from dataflow.worker.messages import (
     Start,
     Wire,
 )
+from transport.life import Life
 
 
 class PlayedServer:
@@ -101,7 +102,7 @@ class PlayedServer:
         return {"control": self.address, "sockets": str(self.folder)}
 
     def spawn(self, name: str, settings: Any, heavy: bool, keeps: bool) -> None:
-        self.spawned.append((name, settings["attempt"]))
+        self.spawned.append((name, settings["life"].attempt))
         self.heavy.append(heavy)
         self.settings[name] = settings
         self.events.append({"event": "started", "name": name, "pid": 1, "status": None})
@@ -167,8 +168,8 @@ class Play:
         self, name: str, kind: Callable[..., FromWorker], attempt: int | None = None, **more: Any
     ) -> None:
         record = self.run.table.workers.get(name)
-        made = attempt if attempt is not None else record.attempt if record else 0
-        self.server.received.append(Received(name, kind(attempt=made, **more)))
+        made = Life(attempt=attempt or 0) if record is None or attempt is not None else record.life
+        self.server.received.append(Received(name, kind(life=made, **more)))
 
     def heartbeat(
         self, name: str, rows: int = 0, attempt: int | None = None, status: Any = None, **more: Any
@@ -657,7 +658,7 @@ def mutated(rng: np.random.Generator, value: Any) -> Any:
 def test_what_several_workers_note_as_they_become_ready_is_told_once(play: Any) -> None:
     run = play().begin()
     for name in ("generator-0", "trainer-0"):
-        run.server.received.append(Received(name, Ready(attempt=0, notes=("kernels are off",))))
+        run.server.received.append(Received(name, Ready(life=Life(), notes=("kernels are off",))))
     run.turn()
     assert run.run.notices.count("kernels are off") == 1
 
@@ -670,12 +671,14 @@ def test_no_message_of_anybody_raises_through_the_scheduler(play: Any) -> None:
     for _ in range(800):
         node = ("trainer", "generator", "eval", "prompts")[int(rng.integers(4))]
         messages: list[FromWorker] = [
-            Heartbeat(attempt=0, nodes={node: REPORT}, edges={"a>b:c": (1, 2)}, at=node, at_s=1.0),
-            Hello(attempt=0, pid=7, addresses={"a": "b"}),
-            Confirmed(attempt=0, ticket=5),
-            Stacks(attempt=0, threads=[]),
-            Ready(attempt=0),
-            Bye(attempt=1),
+            Heartbeat(
+                life=Life(), nodes={node: REPORT}, edges={"a>b:c": (1, 2)}, at=node, at_s=1.0
+            ),
+            Hello(life=Life(), pid=7, addresses={"a": "b"}),
+            Confirmed(life=Life(), ticket=5),
+            Stacks(life=Life(), threads=[]),
+            Ready(life=Life()),
+            Bye(life=Life(attempt=1)),
         ]
         protocol, kind, plain = opened(
             TO_SCHEDULER.encode(messages[int(rng.integers(len(messages)))])

@@ -29,10 +29,11 @@ from dataflow.worker.messages import (
     Stop,
     ToWorker,
 )
+from transport.life import Life
 
 DEADLINE_S = 30.0
-HEARTBEAT = Heartbeat(attempt=0, nodes={})
-HELLO = Hello(attempt=0, pid=7, addresses={})
+HEARTBEAT = Heartbeat(life=Life(), nodes={})
+HELLO = Hello(life=Life(), pid=7, addresses={})
 
 
 def junk(seed: int, count: int) -> Iterator[list[bytes]]:
@@ -59,7 +60,7 @@ def junk(seed: int, count: int) -> Iterator[list[bytes]]:
         [protocol, ["Hello"], hello],
         [protocol, "Hello", {**hello, "pid": "7"}],
         [protocol, "Failed", {}],
-        [protocol, "Hello", {**hello, "attempt": []}],
+        [protocol, "Hello", {**hello, "life": 7}],
         [protocol, "Hello", {**hello, "addresses": {"a": 7}}],
         [protocol, "Hello", {**hello, "more": 1}],
         [protocol, "Confirmed", {}],
@@ -93,7 +94,7 @@ def test_whatever_is_no_message_is_refused() -> None:
     for frames in junk(seed=5, count=2000):
         with pytest.raises(MessageError):
             TO_SCHEDULER.decode(b"".join(frames))
-    for genuine in (HEARTBEAT, HELLO, Bye(attempt=3)):
+    for genuine in (HEARTBEAT, HELLO, Bye(life=Life(attempt=3))):
         assert TO_SCHEDULER.decode(TO_SCHEDULER.encode(genuine)) == genuine
 
 
@@ -212,7 +213,7 @@ def test_no_identity_is_taken_for_another_or_ends_the_scheduler(
     client.send(REQUESTS.encode(TellFacts()))
     strangers = [dealer(server.address, name) for name in names]
     for stranger in strangers:
-        stranger.send(TO_SCHEDULER.encode(Bye(attempt=0)))
+        stranger.send(TO_SCHEDULER.encode(Bye(life=Life())))
     said = heard(server, 1 + len(names))
     asked = [who for who, _ in said if isinstance(who, Client)]
     assert asked == [Client(b"ab")] and len(said) == 1 + len(names)

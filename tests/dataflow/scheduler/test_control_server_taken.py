@@ -21,6 +21,7 @@ from dataflow.scheduler.table import ProcessState
 from dataflow.system.files import to_json
 from dataflow.worker.host import Settings
 from dataflow.worker.messages import TO_SCHEDULER, TO_WORKER, Heard, Heartbeat, Start
+from transport.life import Life
 
 DEADLINE_S = 10.0
 
@@ -35,7 +36,7 @@ class PlayedForkserver:
                 "alive": True,
                 "pid": 1,
                 "status": None,
-                "settings": {"attempt": 0, "keys": {}},
+                "settings": {"life": [0, 0], "keys": {}},
             }
         ]
         self.alone_s, self.number, self.lives = 0.1, 1, False
@@ -88,7 +89,7 @@ def test_what_a_new_scheduler_sends_reaches_a_worker_that_finds_it_later(
         worker.setsockopt(zmq.IDENTITY, b"prompts-0")
         worker.setsockopt(zmq.LINGER, 0)
         worker.connect(server.address)
-        worker.send(TO_SCHEDULER.encode(Heartbeat(attempt=0, nodes={})))
+        worker.send(TO_SCHEDULER.encode(Heartbeat(life=Life(), nodes={})))
         received = [Heard()]
         deadline = time.monotonic() + DEADLINE_S
         while received == [Heard()] and time.monotonic() < deadline:

@@ -16,6 +16,7 @@ from dataflow.scheduler.control import Limits, Scheduler
 from dataflow.scheduler.events import Drain, Received
 from dataflow.worker.host import Settings
 from dataflow.worker.messages import AddReceivers, Heard, Heartbeat, Hello, NodeCommand, Start, Wire
+from transport.life import Life
 
 
 @pytest.fixture
@@ -50,7 +51,7 @@ def successor(
             "pid": 1,
             "alive": True,
             "status": None,
-            "settings": {"attempt": record.attempt, "keys": {}},
+            "settings": {"life": list(record.life), "keys": {}},
         }
         for name, record in play.run.table.workers.items()
     }
@@ -80,7 +81,7 @@ def test_whoever_was_at_work_stays_so_and_hears_again_what_it_may_have_missed(be
     server: Any = run._server
     assert server.spawned == [] and server.killed == []
     assert server.sent == [], "nobody has found this scheduler's socket"
-    server.received = [Received(name, Heartbeat(attempt=0, nodes={})) for name in begun.NAMES]
+    server.received = [Received(name, Heartbeat(life=Life(), nodes={})) for name in begun.NAMES]
     run.turn(0.0)
     assert sorted(name for name, message in server.sent if message == Start()) == sorted(
         begun.NAMES
@@ -138,7 +139,7 @@ def test_what_is_deferred_is_sent_in_order_once_its_worker_speaks_and_not_to_its
     run = successor(begun, left_by(begun))
     server: Any = run._server
     run._apply(Drain())
-    server.received = [Received("prompts-0", Heartbeat(attempt=0, nodes={}))]
+    server.received = [Received("prompts-0", Heartbeat(life=Life(), nodes={}))]
     run.turn(0.0)
     drain = NodeCommand("prompts", {"drain": True})
     received = [
@@ -158,7 +159,7 @@ def test_the_next_attempt_is_sent_nothing_that_was_deferred_for_the_one_before(b
     run.turn(0.0)
     begun.now += 1.0
     run.turn(0.0)
-    server.received = [Received("held_out-0", Hello(attempt=1, pid=2, addresses={}))]
+    server.received = [Received("held_out-0", Hello(life=Life(1, 1), pid=2, addresses={}))]
     run.turn(0.0)
     assert [type(message) for name, message in server.sent if name == "held_out-0"] == [Wire]
     assert server.spawned == [("held_out-0", 1)]

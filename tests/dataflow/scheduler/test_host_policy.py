@@ -30,6 +30,7 @@ from dataflow.scheduler.table import Membership, ProcessState, Table
 from dataflow.system.files import to_json
 from dataflow.worker import messages
 from dataflow.worker.messages import Moved, Start, Wire
+from transport.life import Life
 
 A, B, C = (Host(name=name, cpus=4, gpus=2) for name in "abc")
 
@@ -93,7 +94,7 @@ class Run:
             self.take(HostHeard(name))
             for record in self.table:
                 if record.host == name and record.process is ProcessState.READY:
-                    self.says(record.name, messages.Heartbeat(attempt=record.attempt, nodes={}))
+                    self.says(record.name, messages.Heartbeat(life=record.life, nodes={}))
 
     def take(self, event: events.Event) -> list[Command]:
         return reduce(self.table, event, self.now)
@@ -113,11 +114,11 @@ class Run:
 
     def back(self, name: str, address: str = "elsewhere") -> list[Command]:
         """An attempt says hello, and is ready."""
-        attempt = self.table.workers[name].attempt
+        life = self.table.workers[name].life
         self.take(events.ProcessEvent(name, "started", host=self.table.workers[name].host))
         own = dict.fromkeys(self.own[name], address)
-        found = self.says(name, messages.Hello(attempt=attempt, pid=9, addresses=own))
-        return found + self.says(name, messages.Ready(attempt=attempt))
+        found = self.says(name, messages.Hello(life=life, pid=9, addresses=own))
+        return found + self.says(name, messages.Ready(life=life))
 
 
 def spawned(commands: list[Command]) -> list[str]:
@@ -139,7 +140,7 @@ def test_a_host_that_is_not_heard_is_lost_and_its_workers_start_as_soon_as_there
     report = messages.NodeReport(
         status={"begun": 5}, seconds=seconds, rows_in=0, rows_out=0, ended=False, blocked=False
     )
-    run.says("generator-1", messages.Heartbeat(attempt=0, nodes={"generator": report}))
+    run.says("generator-1", messages.Heartbeat(life=Life(), nodes={"generator": report}))
     assert run.tick(10.0, "a", "c") == [], (
         "and nobody is blamed who cannot be heard because of his host"
     )
@@ -152,7 +153,7 @@ def test_a_host_that_is_not_heard_is_lost_and_its_workers_start_as_soon_as_there
     assert [each.rollouts for each in fell] == [5, 0], "that are drawn again"
     assert spawned(found) == ["generator-1", "stage-0"] and not run.table.failures
     generator = run.table.workers["generator-1"]
-    assert (generator.host, generator.gpus, generator.attempt) == ("c", (4,), 1)
+    assert (generator.host, generator.gpus, generator.life.attempt) == ("c", (4,), 1)
     assert seating.device(run.table, generator) == "cuda:0"
     assert "host 'b' was not heard for 11 s; with it fell generator-1, stage-0" in told(found)
 
@@ -160,7 +161,7 @@ def test_a_host_that_is_not_heard_is_lost_and_its_workers_start_as_soon_as_there
 def test_a_host_that_was_silent_for_less_than_the_limit_has_lost_nothing() -> None:
     run = Run()
     assert run.tick(9.0, "a") == run.tick(20.0, "a", "b") == []
-    assert all(record.attempt == 0 for record in run.table)
+    assert all(record.life.attempt == 0 for record in run.table)
 
 
 def test_whoever_was_stopped_himself_blames_no_host() -> None:
@@ -175,8 +176,8 @@ def test_no_word_of_a_lost_host_counts_any_more() -> None:
     for moment in (None, run.tick(0.0, "a", "c")):
         before = to_json(run.table.to_plain())
         assert run.take(events.ProcessEvent("generator-1", "exited", -9, host="b")) == []
-        assert run.says("stage-0", messages.Ready(attempt=0)) == []
-        assert run.says("stage-0", messages.Failed(attempt=0, message="so")) == []
+        assert run.says("stage-0", messages.Ready(life=Life())) == []
+        assert run.says("stage-0", messages.Failed(life=Life(), message="so")) == []
         assert to_json(run.table.to_plain()) == before, moment
     assert run.table.workers["generator-1"].process is ProcessState.FORKED
 
@@ -185,7 +186,7 @@ def test_a_lost_host_that_is_back_ends_what_it_has_before_anything_is_started_th
     run = Run()
     run.take(HostLost("b", "has ended its agent"))
     run.tick(0.0, "a")
-    kept = {"generator-1": events.KeptProcess(0, 5, True, None)}
+    kept = {"generator-1": events.KeptProcess(Life(), 5, True, None)}
     assert run.take(HostJoined(B, kept)) == [Clear("b")]
     assert spawned(run.tick(1.0, "a", "b")) == [], "though it is heard"
     assert told(run.take(HostJoined(B))) == "host 'b' is back"
@@ -274,16 +275,18 @@ def test_the_next_scheduler_meets_a_hosts_workers_when_its_agent_joins_and_misse
     run.table.begun = True
     assert spawned(run.take(events.TakeOver({}))) == []
     kept = {
-        name: events.KeptProcess(0, 5, True, None) for name, host in SITS.items() if host == "a"
+        name: events.KeptProcess(Life(), 5, True, None)
+        for name, host in SITS.items()
+        if host == "a"
     }
-    kept["generator-0"] = events.KeptProcess(0, 5, False, -9)
+    kept["generator-0"] = events.KeptProcess(Life(), 5, False, -9)
     found = run.take(HostJoined(A, kept))
     assert [each.worker for each in found if isinstance(each, FaultNoticed)] == ["generator-0"]
     assert Start() in run.table.workers["trainer-0"].deferred, "what it may have missed"
     assert spawned(run.tick(1.0, "a")) == ["generator-0"]
     assert run.table.workers["stage-0"].process is ProcessState.READY, "nobody knows"
     assert "host 'b' was not heard" in told(run.tick(10.0, "a"))
-    assert run.table.workers["stage-0"].attempt == 1
+    assert run.table.workers["stage-0"].life.attempt == 1
 
 
 def test_a_wish_that_came_before_any_host_was_met_is_fulfilled_when_they_are() -> None:
@@ -298,7 +301,7 @@ def test_a_wish_that_came_before_any_host_was_met_is_fulfilled_when_they_are() -
     assert spawned(run.take(events.Wish({"generator": 3}))) == []
     for host in (A, B, C):
         kept = {
-            name: events.KeptProcess(0, 5, True, None)
+            name: events.KeptProcess(Life(), 5, True, None)
             for name, where in SITS.items()
             if where == host.name
         }
@@ -309,8 +312,8 @@ def test_a_wish_that_came_before_any_host_was_met_is_fulfilled_when_they_are() -
 def test_an_agent_that_finds_its_scheduler_again_tells_of_ends_that_nobody_heard_of() -> None:
     run = Run()
     kept = {
-        "generator-1": events.KeptProcess(0, 5, False, -9),
-        "stage-0": events.KeptProcess(0, 6, True, None),
+        "generator-1": events.KeptProcess(Life(), 5, False, -9),
+        "stage-0": events.KeptProcess(Life(), 6, True, None),
     }
     found = run.take(HostJoined(B, kept))
     assert [each.worker for each in found if isinstance(each, FaultNoticed)] == ["generator-1"]
@@ -477,15 +480,14 @@ def test_who_takes_turns_follows_the_others_though_its_own_host_is_back() -> Non
 def test_what_an_earlier_attempt_says_or_any_on_another_host_counts_nowhere() -> None:
     """A host that was lost comes back, and its agent passes on what its workers still say."""
     run = Run((A, B, C))
+    run.table.scheduler = 2
     run.tick(12.0, "a", "c")
     record = run.table.workers["generator-1"]
-    assert (record.host, record.attempt, record.process) == ("c", 1, ProcessState.FORKED)
+    assert (record.host, record.life, record.process) == ("c", Life(2, 1), ProcessState.FORKED)
     record.is_reachable, record.deferred = False, [Start()]
-    for attempt, host in ((0, "b"), (0, "c"), (1, "b")):
-        for message in (
-            messages.Ready(attempt=attempt),
-            messages.Heartbeat(attempt=attempt, nodes={}),
-        ):
+    by_the_one_before = Life(1, 1)
+    for life, host in ((Life(), "b"), (Life(), "c"), (by_the_one_before, "c"), (record.life, "b")):
+        for message in (messages.Ready(life=life), messages.Heartbeat(life=life, nodes={})):
             assert run.take(events.Received("generator-1", message, host)) == []
     assert (
         record.process is ProcessState.FORKED

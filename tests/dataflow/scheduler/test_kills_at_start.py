@@ -21,6 +21,7 @@ from dataflow.scheduler.events import (
 from dataflow.scheduler.reducer import reduce
 from dataflow.scheduler.table import ProcessState, Table
 from dataflow.worker.messages import FromWorker, Hello, Moved, Ready, Start, Wire
+from transport.life import Life
 
 PATIENT = Patience(first_s=0.0, most_s=0.0, of_one=100, of_all=1000)
 
@@ -90,10 +91,10 @@ class Starting:
         self.do(reduce(self.table, ProcessEvent(one.name, "started"), self.now))
 
     def hello(self, one: Attempt) -> None:
-        self.says(one, Hello(attempt=one.number, pid=1, addresses=self.addresses(one)))
+        self.says(one, Hello(life=Life(attempt=one.number), pid=1, addresses=self.addresses(one)))
 
     def ready(self, one: Attempt) -> None:
-        self.says(one, Ready(attempt=one.number))
+        self.says(one, Ready(life=Life(attempt=one.number)))
 
     def says(self, one: Attempt, message: FromWorker) -> None:
         self.do(reduce(self.table, Received(one.name, message), self.now))
@@ -108,7 +109,9 @@ class Starting:
                 case StartWorker():
                     record = self.table.workers[command.name]
                     senders = None if command.senders is None else dict(command.senders)
-                    self.attempts[command.name] = Attempt(command.name, record.attempt, senders)
+                    self.attempts[command.name] = Attempt(
+                        command.name, record.life.attempt, senders
+                    )
                 case Send():
                     self.attempts[command.to].hear(command.message)
                 case EndRun():

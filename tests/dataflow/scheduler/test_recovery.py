@@ -44,7 +44,7 @@ class Recovery:
         recovery.progressed(self.table, made, now)
 
     def due(self, now: float) -> list[tuple[str, int]]:
-        return [(record.name, record.attempt) for record in recovery.restart(self.table, now)]
+        return [(record.name, record.life.attempt) for record in recovery.restart(self.table, now)]
 
     def end(self) -> None:
         self.table.run.draining = True

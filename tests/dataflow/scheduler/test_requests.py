@@ -15,7 +15,6 @@ from dataflow.scheduler import requests
 from dataflow.scheduler.requests import (
     REQUESTS,
     FactsTold,
-    Refused,
     Reply,
     Request,
     Scale,
@@ -26,7 +25,7 @@ from dataflow.scheduler.requests import (
     answer,
     ask_to_stop,
 )
-from dataflow.system.messages import MessageError
+from dataflow.system.messages import MessageError, Refused
 
 
 def replied(request: Request, stopped: list[bool] | None = None) -> Reply:

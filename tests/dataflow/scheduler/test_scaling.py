@@ -53,6 +53,7 @@ from dataflow.worker.messages import (
     ToWorker,
     Wire,
 )
+from transport.life import Life
 
 POLICY = Model("policy")
 
@@ -88,21 +89,21 @@ class Played:
         return reduce(self.table, Wish(wishes), 0.0)
 
     def hello(self, name: str, own: dict[str, str]) -> list[Command]:
-        return self._said(name, lambda attempt: Hello(attempt=attempt, pid=1, addresses=own))
+        return self._said(name, lambda life: Hello(life=life, pid=1, addresses=own))
 
     def confirmed(self, ticket: int, name: str = "prompts-0") -> list[Command]:
-        return self._said(name, lambda attempt: Confirmed(attempt=attempt, ticket=ticket))
+        return self._said(name, lambda life: Confirmed(life=life, ticket=ticket))
 
     def ready(self, name: str) -> list[Command]:
-        told = self._said(name, lambda attempt: Ready(attempt=attempt))
+        told = self._said(name, lambda life: Ready(life=life))
         return [command for command in told if not isinstance(command, FaultRecovered)]
 
     def drained(self, name: str) -> list[Command]:
-        told = self._said(name, lambda attempt: Heartbeat(attempt=attempt, nodes={}, drained=True))
+        told = self._said(name, lambda life: Heartbeat(life=life, nodes={}, drained=True))
         return [command for command in told if command != Send(name, Heard())]
 
     def heartbeat(self, name: str) -> list[Command]:
-        told = self._said(name, lambda attempt: Heartbeat(attempt=attempt, nodes={}))
+        told = self._said(name, lambda life: Heartbeat(life=life, nodes={}))
         return [command for command in told if command != Send(name, Heard())]
 
     def fell(self, name: str) -> list[Command]:
@@ -128,9 +129,9 @@ class Played:
     def replicas(self, node: str) -> dict[str, int]:
         return scaling.replicas(self.table, node)
 
-    def _said(self, name: str, message: Callable[[int], FromWorker]) -> list[Command]:
+    def _said(self, name: str, message: Callable[[Life], FromWorker]) -> list[Command]:
         record = self.table.workers[name]
-        return reduce(self.table, Received(name, message(record.attempt), record.host), 0.0)
+        return reduce(self.table, Received(name, message(record.life), record.host), 0.0)
 
 
 @scorer
@@ -269,7 +270,7 @@ def test_what_a_replica_did_that_has_left_is_known_to_the_next_scheduler() -> No
     crossed = {
         "file": {"prompts>generator:prompts": {"received": Crossed(batches=1, rows=8, bytes=100)}}
     }
-    told = Heartbeat(attempt=0, nodes={}, drained=True, crossed=crossed)
+    told = Heartbeat(life=Life(), nodes={}, drained=True, crossed=crossed)
     reduce(played.table, Received("generator-1", told), 0.0)
     played.confirmed(ticket(retire))
     played.exited("generator-1")
@@ -636,9 +637,9 @@ class World:
             for queue in (process.messages, process.events):
                 if self.random.random() < 0.5:
                     queue.clear()
-        attempts = {record.name: record.attempt for record in self.played.table}
+        lives = {record.name: record.life for record in self.played.table}
         kept = {
-            name: Kept(attempts[name], 1, not process.down and not process.gone, -9)
+            name: Kept(lives[name], 1, not process.down and not process.gone, -9)
             for name, process in self.processes.items()
         }
         commands = reduce(self.played.table, TakeOver(kept), 0.0)

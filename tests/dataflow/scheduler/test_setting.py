@@ -21,11 +21,11 @@ from dataflow.scheduler.requests import (
     CheckpointKept,
     KeepCheckpoint,
     KnobsSet,
-    Refused,
     Reply,
     SetKnobs,
     Swapped,
 )
+from dataflow.system.messages import Refused
 from dataflow.worker.changed_knobs import ChangedGraph
 from dataflow.worker.messages import ChangeKnobs, Heartbeat, NodeCommand, NodeReport
 

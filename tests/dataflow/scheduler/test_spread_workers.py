@@ -25,6 +25,7 @@ from dataflow.scheduler.reducer import reduce
 from dataflow.scheduler.table import ProcessState, Table, WorkerRecord
 from dataflow.system.files import to_json
 from dataflow.worker import messages
+from transport.life import Life
 
 LIMITS = Limits(hang_s=10.0, host_s=60.0, patience=Patience(first_s=0.0, of_one=3))
 
@@ -89,7 +90,7 @@ def test_the_processes_of_its_ranks_start_when_it_says_where_it_waits_for_them()
     run = Run()
     run.trainer.process = ProcessState.FORKED
     hello = messages.Hello(
-        attempt=0, pid=5, addresses=run.own["trainer-0"], ranks_at="tcp://10.0.0.1:5000"
+        life=Life(), pid=5, addresses=run.own["trainer-0"], ranks_at="tcp://10.0.0.1:5000"
     )
     said = run.take(events.Received("trainer-0", hello, "a"))
     assert StartRanks("trainer-0", "tcp://10.0.0.1:5000") in said
@@ -98,11 +99,11 @@ def test_the_processes_of_its_ranks_start_when_it_says_where_it_waits_for_them()
 
 def test_they_end_when_it_has_ended_however_it_did() -> None:
     run = Run()
-    assert of_ranks(run.exits()) == [EndRanks("trainer-0", 0)]
+    assert of_ranks(run.exits()) == [EndRanks("trainer-0", Life())]
     assert of_ranks(run.tick()) == [
         StartWorker(name="trainer-0", senders={"generator>trainer:prompts": 1})
     ]
-    assert run.trainer.rank_hosts == ("a", "a", "b", "b") and run.trainer.attempt == 1
+    assert run.trainer.rank_hosts == ("a", "a", "b", "b") and run.trainer.life.attempt == 1
 
 
 def test_it_is_killed_when_a_host_of_its_ranks_is_lost_and_starts_again_on_hosts_that_live() -> (
@@ -116,7 +117,7 @@ def test_it_is_killed_when_a_host_of_its_ranks_is_lost_and_starts_again_on_hosts
         and run.trainer.cause == "had ranks on host 'b', which has ended its agent"
     )
     assert of_ranks(run.take(HostLost("b", "again"))) == [], "once is enough"
-    assert of_ranks(run.exits()) == [EndRanks("trainer-0", 0)]
+    assert of_ranks(run.exits()) == [EndRanks("trainer-0", Life())]
     assert not run.table.failures, "it has not failed itself"
     assert [each.name for each in run.tick() if isinstance(each, StartWorker)] == ["trainer-0"]
     assert run.trainer.rank_hosts == ("a", "a", "d", "d") and run.trainer.gpus == (0, 1, 6, 7)
@@ -125,7 +126,7 @@ def test_it_is_killed_when_a_host_of_its_ranks_is_lost_and_starts_again_on_hosts
 def test_its_ranks_elsewhere_end_when_its_own_host_is_lost() -> None:
     run = Run()
     found = run.take(HostLost("a", "was not heard for 11 s"))
-    assert EndRanks("trainer-0", 0) in found
+    assert EndRanks("trainer-0", Life()) in found
     run.tick()
     assert run.trainer.rank_hosts == ("b", "b", "d", "d") and run.trainer.host == "b"
 

@@ -20,6 +20,7 @@ from dataflow.scheduler.events import (
 )
 from dataflow.scheduler.reducer import reduce
 from dataflow.scheduler.table import ProcessState
+from transport.life import Life
 
 NAME = "prompts-0"
 
@@ -35,7 +36,7 @@ class Watched:
         for record in self.table:
             record.process = ProcessState.READY
         self.record = self.table.workers[NAME]
-        self.record.attempt = 2
+        self.record.life = Life(attempt=2)
 
     def _execute(self, commands: list[Command]) -> list[Command]:
         for command in commands:

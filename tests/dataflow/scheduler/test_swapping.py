@@ -22,14 +22,16 @@ from dataflow.scheduler import live_changes
 from dataflow.scheduler.control import Limits, Scheduler
 from dataflow.scheduler.control_server import Client
 from dataflow.scheduler.events import Drain, Received
-from dataflow.scheduler.requests import Refused, Reply, SwapNode, Swapped
+from dataflow.scheduler.requests import Reply, SwapNode, Swapped
 from dataflow.scheduler.swap_requests import LAST_WORD_S, READY_S
 from dataflow.scheduler.table import ProcessState, Table
 from dataflow.settable import RESTART, Settable
+from dataflow.system.messages import Refused
 from dataflow.testing import FakeEvaluate, FakeGenerator, FakePrompts, FakeTrainer
 from dataflow.worker.host import Settings
 from dataflow.worker.messages import Failed, Heartbeat, Tried
 from dataflow.worker.swapped import TRIAL_S
+from transport.life import Life
 
 SOMEBODY = Client(b"somebody")
 
@@ -112,7 +114,9 @@ class Swapping(Play):
                 wanted, file="rewards.py", source="text", digest="0123456789abcdef", knobs=KNOBS
             )
         )
-        self.server.received.append(Received(self.trial, Tried(attempt=0, swap=found, error=error)))
+        self.server.received.append(
+            Received(self.trial, Tried(life=Life(), swap=found, error=error))
+        )
         self.turn()
 
     def told(self, name: str) -> list[str]:
@@ -181,7 +185,7 @@ def test_a_module_that_is_not_imported_in_time_is_refused_and_its_process_ended(
     (reply,) = live.replies
     assert isinstance(reply, Refused) and "was not imported and checked within 15 s" in reply.error
     assert live.played.dismissed == [live.trial] and live.server.killed == []
-    late = Tried(attempt=0, swap=Swap(number=1, node="reward", reference=STRICT), error="")
+    late = Tried(life=Life(), swap=Swap(number=1, node="reward", reference=STRICT), error="")
     live.server.received.append(Received(live.trial, late))
     live.turn()
     assert live.server.killed == [] and live.server.refused == [], "it comes too late"
@@ -209,7 +213,7 @@ def test_the_last_word_of_a_trial_counts_though_its_end_was_heard_before(live: S
 
 def test_a_trials_heartbeats_are_no_workers(live: Swapping) -> None:
     live.ask()
-    live.server.received.append(Received(live.trial, Heartbeat(attempt=0, nodes={})))
+    live.server.received.append(Received(live.trial, Heartbeat(life=Life(), nodes={})))
     live.turn()
     assert live.server.refused == []
 
@@ -300,7 +304,7 @@ def test_a_scheduler_that_takes_over_in_the_midst_of_a_swap_brings_it_to_its_end
             "pid": 1,
             "alive": alive[name],
             "status": None if alive[name] else -signal.SIGKILL,
-            "settings": {"attempt": 0, "keys": {}},
+            "settings": {"life": [0, 0], "keys": {}},
         }
         for name in live.NAMES
     ]

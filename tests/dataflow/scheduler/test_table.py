@@ -22,6 +22,7 @@ from dataflow.scheduler.table import (
 )
 from dataflow.system.files import to_json
 from dataflow.worker.messages import Heartbeat, NodeReport, Start
+from transport.life import Life
 
 
 def heartbeat(rows: int, busy: float, ended: bool = False) -> Heartbeat:
@@ -33,11 +34,11 @@ def heartbeat(rows: int, busy: float, ended: bool = False) -> Heartbeat:
         ended=ended,
         blocked=True,
     )
-    return Heartbeat(attempt=0, nodes={"node": report}, edges={"e": (1, 2)})
+    return Heartbeat(life=Life(), nodes={"node": report}, edges={"e": (1, 2)})
 
 
 def stuck(**seconds: float) -> Heartbeat:
-    return Heartbeat(attempt=0, nodes={}, **seconds)  # type: ignore[arg-type]
+    return Heartbeat(life=Life(), nodes={}, **seconds)  # type: ignore[arg-type]
 
 
 def worker(process: ProcessState = ProcessState.READY, **more: Any) -> WorkerRecord:
@@ -53,8 +54,8 @@ def test_sums_of_a_worker_never_go_backwards_over_its_attempts() -> None:
             seen.append(record.told["nodes"]["node"])
         record.fall("died")
         seen.append(record.told["nodes"]["node"])
-        record.attempt = attempt + 1
-        record.fork(1.0)
+        record.life = Life(attempt=attempt + 1)
+        record.fork(1.0, 0)
     for key in ("rows_in", "rows_out"):
         values = [report[key] for report in seen]
         assert values == sorted(values) and values[-1] == 27 * (1 if key == "rows_in" else 2)
@@ -147,8 +148,8 @@ def test_a_worker_is_killed_when_it_is_silent_or_stuck_for_too_long_in_the_life_
 
 
 def test_a_restart_has_the_deadline_of_a_start() -> None:
-    record = worker(attempt=1)
-    record.fork(50.0)
+    record = worker(life=Life(attempt=1))
+    record.fork(50.0, 0)
     assert overdue(table(begun=True), record, 349.0) is None
     assert "not ready within 300 s" in (overdue(table(begun=True), record, 351.0) or "")
 
@@ -159,7 +160,7 @@ def test_a_table_survives_its_encoding_but_for_what_is_of_this_scheduler_alone()
         "w-0": worker(
             process=ProcessState.DOWN,
             membership=Membership.LEAVING,
-            attempt=2,
+            life=Life(1, 2),
             gpus=(1, 2),
             cause="died",
             lasting=True,

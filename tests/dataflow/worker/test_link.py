@@ -28,6 +28,7 @@ from dataflow.worker.messages import (
     Stop,
     ToWorker,
 )
+from transport.life import Life
 
 DEADLINE_S = 30.0
 
@@ -111,7 +112,7 @@ def test_what_a_worker_tells_arrives_in_order_under_its_name(
     link = link_to("trainer-0")
     link.start()
     for number in range(5):
-        link.send(Confirmed(attempt=0, ticket=number))
+        link.send(Confirmed(life=Life(), ticket=number))
     assert [server.hear(Confirmed).ticket for _ in range(5)] == [0, 1, 2, 3, 4]
     assert set(server.heard) == {"trainer-0"}
 
@@ -119,11 +120,11 @@ def test_what_a_worker_tells_arrives_in_order_under_its_name(
 def test_a_heartbeat_carries_the_newest_snapshot(
     server: Server, link_to: Callable[..., SchedulerLink]
 ) -> None:
-    newest = [Heartbeat(attempt=0, nodes={}, rss_bytes=0)]
+    newest = [Heartbeat(life=Life(), nodes={}, rss_bytes=0)]
     link = link_to()
     link.start(lambda: newest[0])
     assert server.hear(Heartbeat).rss_bytes == 0
-    newest[0] = Heartbeat(attempt=0, nodes={}, rss_bytes=7)
+    newest[0] = Heartbeat(life=Life(), nodes={}, rss_bytes=7)
     server.hear(Heartbeat)  # may have been under way
     assert server.hear(Heartbeat).rss_bytes == 7
 
@@ -159,7 +160,7 @@ def test_closing_sends_what_was_told_just_before(
 ) -> None:
     link = link_to()
     link.start()
-    link.send(Failed(attempt=0, message="boom"))
+    link.send(Failed(life=Life(), message="boom"))
     link.close()
     assert server.hear(Failed).message == "boom"
 
@@ -171,8 +172,9 @@ def test_what_a_worker_says_last_arrives_though_its_process_ends_at_once(
     """The message is too large to have left by chance."""
     program = (
         "import os, sys; from dataflow.worker.link import SchedulerLink; from"
-        " dataflow.worker.messages import Failed;link = SchedulerLink(sys.argv[1], 'w',"
-        f" orphaned=lambda: None); link.start();link.send(Failed(attempt=0, message='x' * {LONG}));"
+        " dataflow.worker.messages import Failed; from transport.life import Life;"
+        " link = SchedulerLink(sys.argv[1], 'w', orphaned=lambda: None); link.start();"
+        f" link.send(Failed(life=Life(), message='x' * {LONG}));"
         " link.close(); os._exit(1)"
     )
     with subprocess.Popen(
@@ -195,7 +197,7 @@ def test_a_worker_that_has_more_to_say_than_waits_for_a_scheduler_learns_that_it
     orphaned = threading.Event()
     link = link_to(orphaned=orphaned.set, patience_s=0.5)
     for _ in range(10):
-        link.send(Confirmed(attempt=0, ticket=1))
+        link.send(Confirmed(life=Life(), ticket=1))
     link.start()
     assert orphaned.wait(DEADLINE_S)
 
@@ -232,7 +234,7 @@ def test_it_learns_it_once(link_to: Callable[..., SchedulerLink]) -> None:
 
     def heartbeat() -> Heartbeat:
         beats.append(time.monotonic())
-        return Heartbeat(attempt=0, nodes={})
+        return Heartbeat(life=Life(), nodes={})
 
     link_to(orphaned=lambda: calls.append(time.monotonic()), patience_s=0.01).start(heartbeat)
     deadline = time.monotonic() + DEADLINE_S

@@ -18,6 +18,7 @@ from dataflow.records import schema
 from dataflow.testing import FakeGenerator, FakePrompts, FakeTrainer
 from dataflow.worker.host import NodeLoops, Settings
 from dataflow.worker.ports import Ports
+from transport.life import Life
 
 
 def build() -> Graph:
@@ -149,7 +150,7 @@ def test_the_ends_of_the_weight_plane_are_known_by_the_scheduler_s_attempt(
 
     graph, tensors = build(), {"w": torch.nn.Parameter(torch.zeros(4))}
     made = plan(graph, Devices(cpus=2), weights=executor)
-    opened, _ = ports(graph, made, "generator", folder, attempt=5)
+    opened, _ = ports(graph, made, "generator", folder, life=Life(attempt=5))
     end: Any = opened.reader_of("trainer", "generator")(tensors)
     try:
         member = end._membership if executor == "shared_memory" else end._member

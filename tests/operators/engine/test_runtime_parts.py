@@ -19,6 +19,7 @@ from dataflow.staleness import Bound
 from operators.engine.sampler import Sampling
 from operators.generation.groups import partial_rollouts_of
 from operators.generator import Generator
+from transport.life import Life
 
 SEGMENT = 8
 
@@ -44,7 +45,7 @@ class Site:
             Context(
                 node="generator",
                 rank=replica,
-                attempt=self.attempt,
+                life=Life(attempt=self.attempt),
                 folder=self.folder,
                 ledger=self.ledger,
                 columns=dict.fromkeys(self.sources, COLUMNS),

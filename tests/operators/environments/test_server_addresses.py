@@ -18,6 +18,7 @@ from operators.credit import advantage
 from operators.environments import environment
 from operators.environments.declaration import absence
 from operators.losses import aipo
+from transport.life import Life
 
 pytest.importorskip("httpx", reason="httpx is not installed; pip install dataflow-rl[nemo-gym]")
 
@@ -120,5 +121,5 @@ def test_a_worker_that_is_started_again_waits_for_a_server_that_is_away(policy: 
     world = graph(policy, free_port()).operators["reward"]
     with pytest.raises(GraphError, match="is not there"):
         world.build(Context(node="reward"))
-    runtime = world.build(Context(node="reward", attempt=1))
+    runtime = world.build(Context(node="reward", life=Life(attempt=1)))
     runtime.close()

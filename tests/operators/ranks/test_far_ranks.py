@@ -26,6 +26,7 @@ from dataflow.worker.rank_line import FarRank, RankHost, RankLine
 from operators.ranks import group
 from operators.ranks.group import RankZeroStore
 from operators.ranks.team import Team, forked, on_their_hosts, run_rank
+from transport.life import Life
 
 WAIT_S = 20.0
 
@@ -144,7 +145,7 @@ def test_when_the_process_of_a_host_ends_all_its_ranks_have_ended() -> None:
 
 
 def test_the_ranks_of_an_attempt_that_has_ended_are_not_let_in() -> None:
-    line = RankLine("127.0.0.1", KEYS, HOSTS, attempt=1)
+    line = RankLine("127.0.0.1", KEYS, HOSTS, life=Life(attempt=1))
     stale = there(line, "b")  # of attempt 0
     ours, theirs = socket.socketpair()
     with ours, theirs:

@@ -15,7 +15,7 @@ import numpy as np
 import pyarrow as pa
 import pytest
 import torch
-from lives_rig import GROUPS, Life, declared, policy_folder, run_folder, same
+from lives_rig import GROUPS, TrainerLife, declared, policy_folder, run_folder, same
 from ranks_rig import in_a_fork
 from trainer_rig import COLUMNS, group
 
@@ -34,6 +34,7 @@ from operators.training.checkpoints.checkpoint import missing_lines
 from operators.training.learner.build import state_tensors
 from operators.training.learner.learner import Learner
 from operators.training.learner.together import local
+from transport.life import Life
 
 
 @pytest.fixture(scope="module")
@@ -86,14 +87,14 @@ def test_a_trainer_catches_up_to_the_very_bits_of_the_dead_one_and_goes_on_as_it
 ):
     knobs, columns, make = KINDS[kind]
     trainer, folder = declared(policy, **knobs), run_folder(tmp_path)
-    first = Life(folder, trainer, columns=columns)
+    first = TrainerLife(folder, trainer, columns=columns)
     first.push(*map(make, range(10)))
     first.run()
     had, published = first.state(), first.plane.published[5]
     first.end()
     lines = folder.metrics.read_bytes()
     torch.manual_seed(12345)  # whatever the process has drawn
-    again = Life(folder, trainer, columns=columns)
+    again = TrainerLife(folder, trainer, columns=columns)
     counts = again.ledger.counts("trainer")
     assert not again.plane.published
     again.run()
@@ -104,7 +105,7 @@ def test_a_trainer_catches_up_to_the_very_bits_of_the_dead_one_and_goes_on_as_it
     again.push(*map(make, range(10, 14)))
     again.run()
     again.end()
-    undisturbed = Life(run_folder(tmp_path), trainer, columns=columns)
+    undisturbed = TrainerLife(run_folder(tmp_path), trainer, columns=columns)
     undisturbed.push(*map(make, range(14)))
     undisturbed.run()
     assert same(again.state(), undisturbed.state())
@@ -120,8 +121,8 @@ def test_it_catches_up_a_slice_at_a_time_says_how_far_it_is_and_takes_no_group_b
     policy, tmp_path
 ):
     folder = run_folder(tmp_path)
-    Life(folder, declared(policy)).run(range(8)).end()
-    again = Life(folder, declared(policy))
+    TrainerLife(folder, declared(policy)).run(range(8)).end()
+    again = TrainerLife(folder, declared(policy))
     assert again.runtime.room() == 0 and again.runtime.pending() == 4
     again.push(group(8), group(9))  # nobody has to ask for room
     said = [status.get("catching_up") for status in again.work()]
@@ -136,23 +137,23 @@ def test_it_catches_up_a_slice_at_a_time_says_how_far_it_is_and_takes_no_group_b
 def test_while_it_catches_up_it_tells_the_step_that_it_comes_to(policy, tmp_path):
     """So that the run never seems to go back."""
     folder = run_folder(tmp_path)
-    Life(folder, declared(policy)).run(range(8)).end()
-    again = Life(folder, declared(policy))
+    TrainerLife(folder, declared(policy)).run(range(8)).end()
+    again = TrainerLife(folder, declared(policy))
     assert {(status["step"], status["version"]) for status in again.work()} == {(4, 4)}
     again.end()
 
 
 def test_drained_on_its_way_it_keeps_a_checkpoint_of_where_it_is(policy, tmp_path):
     folder = run_folder(tmp_path)
-    Life(folder, declared(policy)).run(range(8)).end()
-    again = Life(folder, declared(policy))
+    TrainerLife(folder, declared(policy)).run(range(8)).end()
+    again = TrainerLife(folder, declared(policy))
     for status in again.work():
         if status.get("catching_up") == 2:
             again.runtime.tell({"drain": True})
     assert again.runtime.status()["done"] == 1 and not again.plane.published
     again.end()
     assert folder.checkpoints.latest() == 2
-    third = Life(folder, declared(policy))
+    third = TrainerLife(folder, declared(policy))
     assert third.runtime.status()["catching_up"] == 2
     third.end()
 
@@ -161,9 +162,9 @@ def test_the_last_step_of_a_run_whose_checkpoint_was_lost_is_kept_after_catching
     policy, tmp_path
 ):
     folder = run_folder(tmp_path)
-    Life(folder, declared(policy), steps=3).run(range(6)).end()
+    TrainerLife(folder, declared(policy), steps=3).run(range(6)).end()
     (folder.checkpoints.folder(3) / "model.safetensors").write_bytes(b"torn")
-    again = Life(folder, declared(policy), steps=3).run()
+    again = TrainerLife(folder, declared(policy), steps=3).run()
     assert again.runtime.status()["done"] == 1 and list(again.plane.published) == [3]
     assert folder.checkpoints.latest() == 3
     again.end()
@@ -171,27 +172,27 @@ def test_the_last_step_of_a_run_whose_checkpoint_was_lost_is_kept_after_catching
 
 def test_a_schedule_that_was_changed_does_not_change_the_steps_that_were_made(policy, tmp_path):
     folder = run_folder(tmp_path)
-    first = Life(folder, declared(policy, schedule="linear", decay_steps=6)).run(range(8))
+    first = TrainerLife(folder, declared(policy, schedule="linear", decay_steps=6)).run(range(8))
     first.end()
-    again = Life(folder, declared(policy, schedule="linear", decay_steps=20)).run()
+    again = TrainerLife(folder, declared(policy, schedule="linear", decay_steps=20)).run()
     assert same(first.state(), again.state())
     again.end()
 
 
 def test_a_schedule_keeps_its_end_whatever_steps_a_run_is_given_later(policy, tmp_path):
     folder = run_folder(tmp_path)
-    Life(folder, declared(policy, schedule="cosine"), steps=6).run(range(8)).end()
+    TrainerLife(folder, declared(policy, schedule="cosine"), steps=6).run(range(8)).end()
     for knobs, steps, ends in (
         ({}, 5, 6),
         ({}, 6, 6),
         ({"min_lr": 1e-3}, 20, 6),
         ({"decay_steps": 20}, 20, 20),
     ):
-        again = Life(folder, declared(policy, schedule="cosine", **knobs), steps=steps)
+        again = TrainerLife(folder, declared(policy, schedule="cosine", **knobs), steps=steps)
         assert again.runtime._making.decay_steps == ends
         again.end()
     with pytest.raises(GraphError, match=r"began as one of 6 steps .* to make 20; ask for 6 steps"):
-        Life(folder, declared(policy, schedule="cosine"), steps=20)
+        TrainerLife(folder, declared(policy, schedule="cosine"), steps=20)
 
 
 # What is lost
@@ -204,7 +205,7 @@ def test_a_rollouts_file_that_is_lost_takes_the_ledger_back_and_its_groups_are_t
     policy, tmp_path, damage
 ):
     folder = run_folder(tmp_path)
-    first = Life(folder, declared(policy, checkpoint_every=2)).run(range(10))
+    first = TrainerLife(folder, declared(policy, checkpoint_every=2)).run(range(10))
     had = first.state()
     first.end()
     (folder.checkpoints.folder(4) / "model.safetensors").unlink()
@@ -215,7 +216,7 @@ def test_a_rollouts_file_that_is_lost_takes_the_ledger_back_and_its_groups_are_t
         os.truncate(path, 500)
     else:
         path.write_bytes(folder.rollouts_of().step_file(5).read_bytes())
-    again = Life(folder, declared(policy, checkpoint_every=2)).run()
+    again = TrainerLife(folder, declared(policy, checkpoint_every=2)).run()
     assert "steps taken back" in again.log
     assert again.runtime.status()["taken_back"] == 4
     assert list(again.plane.published) == [3]
@@ -231,11 +232,11 @@ def test_a_rollouts_file_that_is_lost_takes_nothing_back_in_a_run_that_goes_on_m
     policy, tmp_path
 ):
     folder = run_folder(tmp_path)
-    first = Life(folder, declared(policy)).run(range(4))
+    first = TrainerLife(folder, declared(policy)).run(range(4))
     first.end()
     os.truncate(folder.rollouts_of().step_file(2), 500)
     with pytest.raises(OperatorError, match=r"cannot make step 2 again .* stop it and resume it"):
-        Life(folder, declared(policy), attempt=1)
+        TrainerLife(folder, declared(policy), life=Life(attempt=1))
     with Ledger.open(folder.ledger) as ledger:
         assert ledger.last_step("trainer") == 2
 
@@ -247,7 +248,7 @@ def younger(number: int, version: int) -> pa.RecordBatch:
 
 def test_what_the_weights_of_lost_steps_drew_is_forgotten_before_anybody_works(policy, tmp_path):
     folder = run_folder(tmp_path)
-    Life(folder, declared(policy)).run(range(8)).end()
+    TrainerLife(folder, declared(policy)).run(range(8)).end()
     kept = folder.finished("generator") / "0-part1-0-0.prompts.arrows"
     kept.parent.mkdir(parents=True)
     rows = {number: younger(number, version) for number, version in ((8, 2), (9, 3))}
@@ -257,7 +258,7 @@ def test_what_the_weights_of_lost_steps_drew_is_forgotten_before_anybody_works(p
             writer.write_batch(batch)
     os.truncate(folder.rollouts_of().step_file(3), 500)
     for attempt in (0, 0):
-        again = Life(folder, declared(policy), attempt=attempt)
+        again = TrainerLife(folder, declared(policy), life=Life(attempt=attempt))
         again.end()
         later = Finished(kept.parent, "prompts", attempt=1)
         later.load(rows)
@@ -266,7 +267,7 @@ def test_what_the_weights_of_lost_steps_drew_is_forgotten_before_anybody_works(p
 
 def test_no_rollout_of_a_version_is_trained_that_is_not_there_yet(policy, tmp_path):
     folder = run_folder(tmp_path)
-    life = Life(folder, declared(policy))
+    life = TrainerLife(folder, declared(policy))
     life.push(younger(0, 0), younger(1, 1), younger(2, 0))
     life.run()
     with Ledger.open(folder.ledger) as ledger:
@@ -280,38 +281,38 @@ def test_checkpoints_of_steps_that_were_taken_back_are_never_taken_for_those_of_
     policy, tmp_path
 ):
     folder = run_folder(tmp_path)
-    Life(folder, declared(policy, checkpoint_every=2)).run(range(8)).end()
+    TrainerLife(folder, declared(policy, checkpoint_every=2)).run(range(8)).end()
     with Ledger.open(folder.ledger) as ledger:
         ledger.roll_back_to(2, "trainer")
     changed = [group(number, seed=100 + number) for number in range(4, 10)]
-    first = Life(folder, declared(policy))
+    first = TrainerLife(folder, declared(policy))
     first.push(*changed)
     had = first.run().state()
     first.end()
     assert folder.checkpoints.steps() == [2]
     assert (folder.checkpoints.path / "taken-back-1-step-000004").is_dir()
-    again = Life(folder, declared(policy)).run()
+    again = TrainerLife(folder, declared(policy)).run()
     assert same(again.state(), had)
     again.end()
 
 
 def test_lines_of_metrics_that_a_crash_lost_are_written_again(policy, tmp_path):
     folder = run_folder(tmp_path)
-    Life(folder, declared(policy)).run(range(6)).end()
+    TrainerLife(folder, declared(policy)).run(range(6)).end()
     lines = folder.metrics.read_bytes().splitlines(keepends=True)
     folder.metrics.write_bytes(lines[0] + lines[2][:40])
-    Life(folder, declared(policy)).end()
+    TrainerLife(folder, declared(policy)).end()
     found = folder.read_metrics()
     assert [line["step"] for line in found] == [1, 2, 3]
     assert [line["loss"] for line in found] == [json.loads(line)["loss"] for line in lines]
-    Life(folder, declared(policy)).end()
+    TrainerLife(folder, declared(policy)).end()
     assert len(folder.read_metrics()) == 3
     assert verify(folder.path).clean
 
 
 def test_a_line_of_a_step_that_was_taken_back_is_not_that_of_the_step(policy, tmp_path):
     folder = run_folder(tmp_path)
-    first = Life(folder, declared(policy)).run(range(4))
+    first = TrainerLife(folder, declared(policy)).run(range(4))
     first.end()
     with Ledger.open(folder.ledger) as ledger:
         made = ledger.steps("trainer")
@@ -323,15 +324,15 @@ def test_a_line_of_a_step_that_was_taken_back_is_not_that_of_the_step(policy, tm
 
 def test_seconds_since_the_start_never_go_back(policy, tmp_path):
     folder = run_folder(tmp_path)
-    Life(folder, declared(policy)).run(range(6)).end()
-    Life(folder, declared(policy)).run(range(6, 10)).end()
+    TrainerLife(folder, declared(policy)).run(range(6)).end()
+    TrainerLife(folder, declared(policy)).run(range(6, 10)).end()
     seconds = [line["seconds"] for line in folder.read_metrics()]
     assert seconds == sorted(seconds) and len(seconds) == 5
 
 
 def test_what_the_ledger_refuses_was_never_published(policy, tmp_path, monkeypatch):
     folder = run_folder(tmp_path)
-    first = Life(folder, declared(policy))
+    first = TrainerLife(folder, declared(policy))
 
     def refuse(*given: Any, **named: Any) -> None:
         raise LedgerError("ledger could not commit: disk is full; make room")
@@ -341,7 +342,7 @@ def test_what_the_ledger_refuses_was_never_published(policy, tmp_path, monkeypat
         first.run(range(2))
     assert list(first.plane.published) == [0] and folder.rollouts_of().step_file(1).exists()
     first.end()
-    again = Life(folder, declared(policy)).run(range(2))
+    again = TrainerLife(folder, declared(policy)).run(range(2))
     assert list(again.plane.published) == [0, 1]
     again.end()
     assert verify(folder.path).clean, verify(folder.path)
@@ -359,7 +360,7 @@ def filtered(number: int) -> pa.RecordBatch:
 def test_a_step_that_needs_more_drops_than_its_edge_holds_is_made(policy, tmp_path):
     """An edge holds two steps' groups that were not acknowledged."""
     folder = run_folder(tmp_path)
-    life = Life(folder, declared(policy))
+    life = TrainerLife(folder, declared(policy))
     sent = 0
     kept = (5, 15)
     while sent < GROUPS:
@@ -378,12 +379,12 @@ def test_drops_that_were_recorded_before_a_crash_are_told_with_the_step_that_com
     policy, tmp_path
 ):
     folder = run_folder(tmp_path)
-    first = Life(folder, declared(policy))
+    first = TrainerLife(folder, declared(policy))
     first.push(*map(filtered, range(5)))
     first.run().end()
     assert first.acks == [0, 1, 2, 3]
     assert verify(folder.path).clean, verify(folder.path)
-    again = Life(folder, declared(policy))
+    again = TrainerLife(folder, declared(policy))
     assert again.runtime.status()["dropped"] == 4
     again.push(*map(filtered, range(5)), group(5), group(6))
     again.run().end()
@@ -394,14 +395,14 @@ def test_drops_that_were_recorded_before_a_crash_are_told_with_the_step_that_com
 
 def test_drops_of_the_step_under_way_are_taken_back_with_it(policy, tmp_path):
     folder = run_folder(tmp_path)
-    first = Life(folder, declared(policy)).run(range(2))
+    first = TrainerLife(folder, declared(policy)).run(range(2))
     first.push(*map(filtered, range(2, 6)))
     first.run().end()
     with Ledger.open(folder.ledger) as ledger:
         assert ledger.drops_at("trainer", 2) == dict.fromkeys(range(2, 6), "dull")
         ledger.roll_back_to(0, "trainer")
         assert ledger.counts("trainer").dropped == {}
-    again = Life(folder, declared(policy)).run(range(8))
+    again = TrainerLife(folder, declared(policy)).run(range(8))
     assert again.runtime.status()["step"] == 4
     again.end()
 
@@ -427,7 +428,7 @@ def test_training_goes_on_where_a_checkpoint_cannot_be_written_and_the_next_is_t
 ):
     folder = run_folder(tmp_path)
     failing(monkeypatch, {4})
-    life = Life(folder, declared(policy, checkpoint_every=2), steps=6).run(range(12))
+    life = TrainerLife(folder, declared(policy, checkpoint_every=2), steps=6).run(range(12))
     assert life.runtime.status()["done"] == 1
     assert folder.checkpoints.steps() == [2, 6]
     ((_, facts),) = [line for line in life.log.lines if "checkpoint not written" in line[0]]
@@ -444,7 +445,7 @@ def test_a_run_whose_last_checkpoint_cannot_be_written_ends_with_an_error_and_th
 ):
     folder = run_folder(tmp_path)
     failing(monkeypatch, {4})
-    life = Life(folder, declared(policy, checkpoint_every=2), steps=4)
+    life = TrainerLife(folder, declared(policy, checkpoint_every=2), steps=4)
     with pytest.raises(
         RunFolderError,
         match=r"writing '.*step-000004.*' failed: No space left on device; make room",
@@ -453,7 +454,7 @@ def test_a_run_whose_last_checkpoint_cannot_be_written_ends_with_an_error_and_th
     life.end()
     assert folder.checkpoints.latest() == 2 and list(life.plane.published)[-1] == 4
     monkeypatch.undo()
-    again = Life(folder, declared(policy, checkpoint_every=2), steps=4).run()
+    again = TrainerLife(folder, declared(policy, checkpoint_every=2), steps=4).run()
     assert folder.checkpoints.latest() == 4 and same(again.state(), life.state())
     again.end()
 
@@ -473,7 +474,7 @@ def held(learner: Learner, rank: int, ranks: int) -> list[str]:
 @in_a_fork
 def life_of_two(folder: RunFolder, trainer: Trainer, numbers: range, digests: Path) -> None:
     """A life on two ranks; what each of them holds at its end."""
-    life = Life(folder, trainer, ranks=2, writer=None, own_folder="trainer").run(numbers)
+    life = TrainerLife(folder, trainer, ranks=2, writer=None, own_folder="trainer").run(numbers)
     digests.write_text(json.dumps(life.runtime._learner.everywhere(held)))
     life.end()
 

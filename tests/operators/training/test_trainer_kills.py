@@ -17,7 +17,7 @@ from typing import Any
 import pyarrow as pa
 import pytest
 import torch
-from lives_rig import Life, declared, policy_folder, run_folder
+from lives_rig import TrainerLife, declared, policy_folder, run_folder
 from safetensors.torch import load_file
 from trainer_rig import group
 
@@ -89,7 +89,7 @@ def live(policy: Path, folder: RunFolder, moment: int, late_s: float, within_s: 
             writer = lambda tensors: Witness(folder.path / "published.txt")  # noqa: E731
             saving.DEAR = 0.0
             trainer = declared(policy, checkpoint_every=3, recover_within_s=within_s)
-            life = Life(folder, trainer, steps=STEPS, writer=writer)
+            life = TrainerLife(folder, trainer, steps=STEPS, writer=writer)
             life.push(*groups())
             for _ in life.work():
                 with contextlib.suppress(BrokenPipeError):

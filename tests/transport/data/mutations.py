@@ -56,7 +56,7 @@ def header(**fields: Any) -> bytes:
 def packed(fields: dict[str, Any]) -> bytes:
     """A header without its seal."""
     rest = {name: value for name, value in fields.items() if name != "kind"}
-    return closed(["data/1", fields.get("kind"), rest])
+    return closed(["data/2", fields.get("kind"), rest])
 
 
 class Mutator:
@@ -156,10 +156,10 @@ class Mutator:
             case 0:
                 fields.pop(self.pick(free))
             case 1:
-                fields[self.pick(("extra", "", "epoch2"))] = self.pick(_VALUES)
+                fields[self.pick(("extra", "", "life2"))] = self.pick(_VALUES)
             case 2 if "kind" in free:
                 fields["kind"] = self.pick(
-                    ("Hello", "Data", "Welcome", "Ack", "Refusal", "__class__", "", 7, None)
+                    ("Hello", "Data", "Welcome", "Ack", "Refused", "__class__", "", 7, None)
                 )
             case 3:
                 return sealed(self.patched(packed({name: fields[name] for name in free})))

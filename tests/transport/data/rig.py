@@ -1,5 +1,6 @@
 """Channels of every kind for the contract suite: makes them, drives them, closes them."""
 
+import itertools
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -11,12 +12,15 @@ import pyarrow as pa
 from transport.data import Delivery, Receiver, Sender, SocketNetwork
 from transport.data.messages import Hello, Message, encode_schema
 from transport.data.sockets import Connection, ConnectionEvent, Network
+from transport.life import Life
 
 from .local_network import LocalNetwork
 
 SCHEMA = pa.schema([("value", pa.int64()), ("tokens", pa.list_(pa.int32()))])
 PATIENCE_S = 20.0
 """A deadline for what happens at once; reached only by a failure."""
+_LIVES = itertools.count(1)
+"""Of receivers: each that is made is a later one."""
 
 
 def make_batch(first: int, rows: int = 1, tokens: int = 4) -> pa.RecordBatch:
@@ -54,6 +58,7 @@ class Rig:
         known = {
             "edge": "edge",
             "schema": SCHEMA,
+            "life": Life(attempt=next(_LIVES)),
             "capacity_rows": 1000,
             "on_refused": lambda *_: None,
         }
@@ -66,7 +71,12 @@ class Rig:
     def sender(self, *receivers: Receiver | str, **knobs: Any) -> Sender:
         """A sender to those receivers."""
         addresses = [one if isinstance(one, str) else one.address for one in receivers]
-        knobs = {"edge": "edge", "sender_id": "sender", "epoch": 1, "schema": SCHEMA} | knobs
+        knobs = {
+            "edge": "edge",
+            "sender_id": "sender",
+            "life": Life(attempt=1),
+            "schema": SCHEMA,
+        } | knobs
         made = Sender(receivers=addresses, network=self.network, **knobs)
         self._made.append(made)
         return made
@@ -116,7 +126,7 @@ class RawConnection:
         known = {
             "edge": "edge",
             "sender": "raw",
-            "epoch": 1,
+            "life": Life(attempt=1),
             "schema": encode_schema(SCHEMA),
             "base": 0,
         }

@@ -15,6 +15,7 @@ import zmq
 from transport.data import Receiver, Sender, SocketNetwork, messages
 from transport.data.messages import Data, Hello, encode_message
 from transport.data.sockets import Connection
+from transport.life import Life
 
 from .mutations import Mutator, Parts, fields_of, header
 
@@ -119,7 +120,7 @@ class Siege:
         self.sender = Sender(
             edge="edge",
             sender_id=HONEST,
-            epoch=1,
+            life=Life(attempt=1),
             schema=SCHEMA,
             receivers=[address],
             network=self,
@@ -194,7 +195,7 @@ class Siege:
             "kind": "Data",
             "edge": "edge",
             "sender": self.liar,
-            "epoch": 1,
+            "life": Life(attempt=1),
             "sequence": sequence,
             "rows": rows,
         }
@@ -210,7 +211,7 @@ class Siege:
             Hello(
                 edge="edge",
                 sender=self.liar,
-                epoch=1,
+                life=Life(attempt=1),
                 schema=messages.encode_schema(SCHEMA),
                 base=0,
                 next=0,
@@ -247,6 +248,7 @@ def receiver_at(address: str) -> Receiver:
         edge="edge",
         schema=SCHEMA,
         address=address,
+        life=Life(),
         capacity_rows=4000,
         max_message_bytes=MAX_MESSAGE_BYTES,
         on_refused=lambda edge, peer, reason: None,

@@ -6,7 +6,7 @@ import pyarrow as pa
 import pytest
 
 from transport.data import EndCounts
-from transport.data.messages import Ack, BatchEncoder, Data, Refusal, Welcome
+from transport.data.messages import Ack, BatchEncoder, Data, Welcome
 from transport.errors import (
     BatchTooLarge,
     PeerGone,
@@ -15,6 +15,7 @@ from transport.errors import (
     TransportError,
     WaitTimeout,
 )
+from transport.life import Life, Refused
 
 from .rig import SCHEMA, RawConnection, Rig, connect, drain, firsts, make_batch, settle, take, until
 
@@ -30,7 +31,7 @@ def test_batches_arrive_in_order_and_unchanged(rig: Rig) -> None:
     got = take(receiver, 50, sender)
     assert [delivery.sequence for delivery in got] == list(range(50))
     assert all(delivery.batch.equals(batch) for delivery, batch in zip(got, sent, strict=True))
-    assert {(delivery.sender, delivery.epoch) for delivery in got} == {("sender", 1)}
+    assert {(delivery.sender, delivery.life) for delivery in got} == {("sender", Life(attempt=1))}
 
 
 def test_a_sender_without_a_receiver_has_no_room_and_takes_nothing(rig: Rig) -> None:
@@ -212,7 +213,7 @@ def test_sending_without_credit_is_refused_and_not_taken(rig: Rig) -> None:
     raw.hello()
     assert raw.connection.put(*_data(raw, 0))
     answer = raw.ask(*_data(raw, 1))
-    assert isinstance(answer, Refusal) and "without credit" in answer.reason
+    assert isinstance(answer, Refused) and "without credit" in answer.error
     assert (receiver.depth[0], receiver.refused) == (1, 1)
 
 
@@ -246,23 +247,23 @@ def test_a_batch_that_stays_unsound_ends_its_sender_and_is_never_delivered(rig: 
 
 def test_a_restarted_sender_is_heard_and_its_former_self_is_refused(rig: Rig) -> None:
     receiver = rig.receiver(capacity_rows=4)
-    old = rig.sender(receiver, epoch=1)
+    old = rig.sender(receiver, life=Life(attempt=1))
     connect(old, to=receiver)
     assert old.send(make_batch(1, rows=3))
     (held,) = take(receiver, 1, old, ack=False)
-    new = rig.sender(receiver, epoch=2)
+    new = rig.sender(receiver, life=Life(attempt=2))
     connect(new, to=receiver)
     assert new.room() == 1
     assert new.send(make_batch(20))
     assert firsts(take(receiver, 1, new)) == [20]
     held.ack()
     until(lambda: (receiver.poll(), new.poll(), new.room() == 4)[2])
-    zombie = rig.sender(receiver, epoch=1)
+    zombie = rig.sender(receiver, life=Life(attempt=1))
     with pytest.raises(SenderRefused, match="was replaced"):
         until(lambda: bool(receiver.poll() or zombie.poll()))
 
 
-def test_a_sender_that_restarts_under_its_old_epoch_is_refused_before_anything_is_lost(
+def test_a_sender_that_restarts_as_its_old_life_is_refused_before_anything_is_lost(
     rig: Rig,
 ) -> None:
     receiver = rig.receiver()
@@ -271,7 +272,7 @@ def test_a_sender_that_restarts_under_its_old_epoch_is_refused_before_anything_i
     assert first.send(make_batch(1))
     take(receiver, 1, first)
     again = rig.sender(receiver)
-    with pytest.raises(SenderRefused, match="larger epoch"):
+    with pytest.raises(SenderRefused, match="larger life"):
         until(lambda: bool(receiver.poll() or again.poll()))
     assert again.room() == 0
 
@@ -348,7 +349,7 @@ def _data(raw: RawConnection, sequence: int, sender: str = "raw") -> tuple[Data,
     header = Data(
         edge="edge",
         sender=sender,
-        epoch=1,
+        life=Life(attempt=1),
         sequence=sequence,
         rows=1,
         bytes=packed.size_bytes,
@@ -404,7 +405,7 @@ def test_both_ends_count_the_same_batches_rows_and_bytes_also_of_what_comes_in_p
 def test_what_a_receiver_that_starts_again_is_sent_again_is_counted_again(rig: Rig) -> None:
     address = rig.new_address()
     arrived = EndCounts()
-    receiver = rig.receiver(address, epoch=1, counts=arrived)
+    receiver = rig.receiver(address, life=Life(attempt=1), counts=arrived)
     sender = rig.sender(receiver)
     until(lambda: sender.poll() or receiver.poll() or sender.room() > 0)
     for first in range(4):
@@ -416,7 +417,7 @@ def test_what_a_receiver_that_starts_again_is_sent_again_is_counted_again(rig: R
     receiver.flush()
     until(lambda: sender.poll() or receiver.poll() or sender.counts.acknowledged.read()[0] == 1)
     receiver.close()
-    again = rig.receiver(receiver.address, epoch=2, counts=arrived)
+    again = rig.receiver(receiver.address, life=Life(attempt=2), counts=arrived)
 
     def step() -> bool:
         sender.poll()

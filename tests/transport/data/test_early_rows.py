@@ -9,6 +9,7 @@ from transport.data.credit import Credit
 from transport.data.inbox import MOST_EARLY, Inbox
 from transport.data.messages import Ack, Data, Hello, Welcome
 from transport.data.outbox import Outbox, OutgoingBatch
+from transport.life import Life
 
 from .rig import Rig, connect, make_batch, settle, take, until
 
@@ -72,7 +73,7 @@ def test_a_sender_whose_connection_broke_hears_of_them_all_the_same(rig: Rig) ->
     first.close()
     second = rig.receiver(address)
     delivery = one(second, sender)
-    assert delivery.batch.num_rows == 4, "another incarnation gets all of it"
+    assert delivery.batch.num_rows == 4, "another life gets all of it"
     delivery.ack_rows(2, 1)
     delivery.ack_rows(0, 1)
     until(lambda: (both(second, sender), [0] in told)[1])
@@ -101,7 +102,7 @@ def test_what_goes_to_another_receiver_goes_whole_and_is_told_once(rig: Rig) -> 
 HELLO = Hello(
     edge="edge",
     sender="sender",
-    epoch=1,
+    life=Life(attempt=1),
     schema=b"",
     base=0,
     next=0,
@@ -116,7 +117,13 @@ HELLO = Hello(
 
 def data(sequence: int, rows: int) -> Data:
     return Data(
-        edge="edge", sender="sender", epoch=1, sequence=sequence, rows=rows, bytes=1, checksum=0
+        edge="edge",
+        sender="sender",
+        life=Life(attempt=1),
+        sequence=sequence,
+        rows=rows,
+        bytes=1,
+        checksum=0,
     )
 
 
@@ -124,7 +131,7 @@ def inbox_with(*rows: int) -> Inbox:
     """One that holds batches of so many rows."""
     inbox = Inbox(
         edge="edge",
-        epoch=7,
+        life=Life(attempt=7),
         capacity=Credit(rows=1 << 20, bytes=1 << 20),
         max_message_bytes=1 << 10,
     )
@@ -136,13 +143,13 @@ def inbox_with(*rows: int) -> Inbox:
 
 def test_a_welcome_repeats_them_of_what_is_held_and_of_nothing_else() -> None:
     inbox = inbox_with(4, 4)
-    inbox.acknowledge_rows("sender", 1, 0, 1, 1)
-    inbox.acknowledge_rows("sender", 1, 1, 2, 1)
-    inbox.acknowledge_rows("sender", 1, 2, 0, 1)
-    inbox.acknowledge_rows("sender", 2, 1, 0, 1)
+    inbox.acknowledge_rows("sender", Life(attempt=1), 0, 1, 1)
+    inbox.acknowledge_rows("sender", Life(attempt=1), 1, 2, 1)
+    inbox.acknowledge_rows("sender", Life(attempt=1), 2, 0, 1)
+    inbox.acknowledge_rows("sender", Life(attempt=2), 1, 0, 1)
     ((_, said),) = inbox.flush()
     assert isinstance(said, Ack) and said.early == (0, 1, 1, 1, 2, 1) and inbox.flush() == []
-    inbox.acknowledge("sender", 1, 0)
+    inbox.acknowledge("sender", Life(attempt=1), 0)
     for _ in range(2):
         welcome = inbox.hello("connection", structs.replace(HELLO, next=2))[-1][1]
         assert isinstance(welcome, Welcome) and (welcome.held, welcome.early) == ((1,), (1, 2, 1))
@@ -153,7 +160,7 @@ def test_one_message_tells_of_so_many_and_the_next_of_the_rest() -> None:
     rows = MOST_EARLY + 10
     inbox = inbox_with(rows + 1)
     for row in range(rows):
-        inbox.acknowledge_rows("sender", 1, 0, row, 1)
+        inbox.acknowledge_rows("sender", Life(attempt=1), 0, row, 1)
     for say in (inbox.flush, lambda: inbox.hello("connection", structs.replace(HELLO, next=1))):
         told = [say()[-1][1].early, *(message.early for _, message in inbox.flush())]  # type: ignore[union-attr]
         assert [len(each) for each in told] == [3 * MOST_EARLY, 3 * 10]
@@ -162,18 +169,20 @@ def test_one_message_tells_of_so_many_and_the_next_of_the_rest() -> None:
 
 def test_a_batch_that_its_sender_took_back_says_nothing_more() -> None:
     inbox = inbox_with(4)
-    inbox.acknowledge_rows("sender", 1, 0, 1, 1)
+    inbox.acknowledge_rows("sender", Life(attempt=1), 0, 1, 1)
     inbox.hello("connection", structs.replace(HELLO, base=1, next=1))
     assert inbox.early_rows == 0 and inbox.flush() == []
 
 
 def test_rows_that_a_batch_does_not_have_are_nobodys() -> None:
     told: Told = []
-    outbox = Outbox(edge="edge", sender="sender", epoch=1, schema=b"")
+    outbox = Outbox(edge="edge", sender="sender", life=Life(attempt=1), schema=b"")
     window = {"window_rows": 99, "window_bytes": 99, "window_number": 8}
     limits = {"capacity_rows": 99, "capacity_bytes": 99, "max_message_bytes": 99}
     outbox.welcome(
-        Welcome(edge="edge", epoch=7, expected=0, held=(), ended=False, **limits, **window)
+        Welcome(
+            edge="edge", life=Life(attempt=7), expected=0, held=(), ended=False, **limits, **window
+        )
     )
     outbox.add(
         OutgoingBatch(
@@ -185,11 +194,11 @@ def test_rows_that_a_batch_does_not_have_are_nobodys() -> None:
     )
     assert [outgoing.sequence for outgoing in outbox.due()] == [0]
     for early in ((0, 2, 3), (0, 4, 1), (9, 0, 1), (0, 0, 1 << 60), (0, 1, 2, 0, 2, 2), (0, 3)):
-        outbox.ack(Ack(edge="edge", epoch=7, sequences=(), early=early, **window))
+        outbox.ack(Ack(edge="edge", life=Life(attempt=7), sequences=(), early=early, **window))
     assert told == [[1, 2]] and outbox.rows == 2
     welcome = Welcome(
         edge="edge",
-        epoch=7,
+        life=Life(attempt=7),
         expected=1,
         held=(0,),
         ended=False,

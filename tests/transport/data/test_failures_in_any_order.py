@@ -8,6 +8,7 @@ from rigs.examples import examples
 
 from transport.data import Delivery, EndCounts, Receiver, Sender
 from transport.data.sockets import ConnectionEvent
+from transport.life import Life
 
 from .local_network import LocalConnection, LocalNetwork
 from .rig import SCHEMA, firsts, make_batch
@@ -58,19 +59,19 @@ class FragileNetwork(LocalNetwork):
 
 
 class World:
-    """One receiver, its senders, and what was delivered of each incarnation of the receiver."""
+    """One receiver, its senders, and what was delivered of each life of the receiver."""
 
     def __init__(self, senders: int) -> None:
         self.network = FragileNetwork()
-        self.incarnation = 0
+        self.lives = 0
         self.arrived = EndCounts()
-        """Over all incarnations of the receiver."""
+        """Over all lives of the receiver."""
         self.start_receiver()
         self.senders = [
             Sender(
                 edge="edge",
                 sender_id=f"s{index}",
-                epoch=1,
+                life=Life(attempt=1),
                 schema=SCHEMA,
                 receivers=["inbox"],
                 network=self.network,
@@ -81,8 +82,8 @@ class World:
         self.acked: set[tuple[str, int]] = set()
 
     def start_receiver(self) -> None:
-        """A new incarnation."""
-        self.incarnation += 1
+        """A new life."""
+        self.lives += 1
         self.receiver = Receiver(
             edge="edge",
             schema=SCHEMA,
@@ -90,7 +91,7 @@ class World:
             capacity_rows=CAPACITY_ROWS,
             max_message_bytes=PART_BYTES,
             network=self.network,
-            epoch=self.incarnation,
+            life=Life(attempt=self.lives),
             counts=self.arrived,
         )
         self.held: list[Delivery] = []

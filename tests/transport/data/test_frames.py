@@ -20,13 +20,13 @@ from transport.data.messages import (
     Data,
     Hello,
     Message,
-    Refusal,
     Size,
     Welcome,
     decode_message,
     encode_message,
 )
 from transport.errors import FrameError, SchemaMismatch
+from transport.life import Life, Refused
 
 from .rig import SCHEMA, make_batch
 
@@ -43,6 +43,7 @@ _HINTS: dict[Any, st.SearchStrategy[Any]] = {
     bytes: st.binary(max_size=20),
     bool: st.booleans(),
     tuple[Natural, ...]: _NUMBERS,
+    Life: st.builds(Life, _NUMBER, _NUMBER),
 }
 
 
@@ -55,7 +56,7 @@ MESSAGES = st.one_of(
                 for name, hint in get_type_hints(kind, include_extras=True).items()
             },
         )
-        for kind in (Hello, Data, Welcome, Ack, Refusal)
+        for kind in (Hello, Data, Welcome, Ack, Refused)
     )
 )
 
@@ -110,7 +111,7 @@ def _header(body: bytes, rows: int) -> Data:
     return Data(
         edge="e",
         sender="s",
-        epoch=1,
+        life=Life(attempt=1),
         sequence=5,
         rows=rows,
         bytes=len(body),
@@ -232,7 +233,7 @@ def test_junk_is_never_a_message(junk: bytes) -> None:
         ),
     )
     | st.tuples(
-        st.just("data/1"),
+        st.just("data/2"),
         st.sampled_from(["Data", "Hello", "None"]),
         st.fixed_dictionaries({"edge": st.text(max_size=2) | st.integers(0, 9)}),
     )

@@ -14,6 +14,7 @@ import zmq
 from transport import security
 from transport.data import Keys, Receiver, Sender, SocketNetwork, make_keys, messages
 from transport.data.messages import Ack, Hello, Welcome, encode_message
+from transport.life import Life
 
 from .mutations import Mutator, fields_of, header
 from .rig import SCHEMA, Rig, connect, firsts, make_batch, take, until
@@ -33,6 +34,7 @@ def listening(keys: Keys | None) -> Receiver:
         edge="edge",
         schema=SCHEMA,
         address="tcp://127.0.0.1:*",
+        life=Life(),
         capacity_rows=8,
         senders=2,
         network=SocketNetwork(keys=keys),
@@ -136,7 +138,7 @@ def _sender_to(receiver: Receiver, name: str = "s", keys: Keys | None = None) ->
     return Sender(
         edge="edge",
         sender_id=name,
-        epoch=1,
+        life=Life(attempt=1),
         schema=SCHEMA,
         receivers=[receiver.address],
         network=SocketNetwork(keys=keys),
@@ -163,7 +165,7 @@ def test_answers_to_a_peer_that_never_reads_do_not_pile_up(ipc: Rig) -> None:
         Hello(
             edge="edge",
             sender="sender",
-            epoch=0,
+            life=Life(),
             schema=messages.encode_schema(SCHEMA),
             base=0,
             next=0,
@@ -176,7 +178,7 @@ def test_answers_to_a_peer_that_never_reads_do_not_pile_up(ipc: Rig) -> None:
     )
     for _ in range(50):
         for _ in range(100):
-            deaf.send(hello)  # of an old incarnation: each is answered by a Refusal
+            deaf.send(hello)  # of an earlier life: each is answered by a Refused
         receiver.poll()
     until(lambda: (receiver.poll(), receiver.refused > 1000)[1])
     assert len(told) == 1
@@ -205,7 +207,7 @@ class FalseReceiver:
         return encode_message(
             Welcome(
                 edge="edge",
-                epoch=5,
+                life=Life(attempt=5),
                 window_rows=rows,
                 window_bytes=1 << 20,
                 window_number=6,
@@ -228,7 +230,7 @@ def test_damaged_answers_change_nothing_at_a_sender(ipc: Rig) -> None:
     ack = encode_message(
         Ack(
             edge="edge",
-            epoch=5,
+            life=Life(attempt=5),
             sequences=(0, 1, 2, 3),
             window_rows=9,
             window_bytes=1 << 20,

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from rigs.examples import examples
 
 from transport.data import Delivery, Receiver, Sender
+from transport.life import Life
 
 from .rig import SCHEMA, firsts, make_batch
 from .test_failures_in_any_order import FragileNetwork
@@ -36,7 +37,7 @@ class World:
 
     def __init__(self, senders: int) -> None:
         self.network = FragileNetwork()
-        self.epoch = 0
+        self.lives = 0
         self.places: dict[str, Place] = {}
         self.start(ADDRESSES[0])
         self.senders: list[Sender] = []
@@ -50,14 +51,14 @@ class World:
 
     def start(self, address: str) -> None:
         """A new receiver at an address where none is."""
-        self.epoch += 1
+        self.lives += 1
         receiver = Receiver(
             edge="edge",
             schema=SCHEMA,
             address=address,
             capacity_rows=CAPACITY_ROWS,
             network=self.network,
-            epoch=self.epoch << 20,
+            life=Life(attempt=self.lives),
         )
         self.places[address] = Place(receiver)
 
@@ -74,7 +75,7 @@ class World:
                 Sender(
                     edge="edge",
                     sender_id=f"s{len(self.senders)}",
-                    epoch=1,
+                    life=Life(attempt=1),
                     schema=SCHEMA,
                     receivers=[min(self.places)],
                     network=self.network,

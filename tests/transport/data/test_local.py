@@ -14,6 +14,7 @@ from rigs.examples import examples
 from transport.data import Delivery, LocalInlet, LocalOutlet, Receiver, Sender
 from transport.data.messages import BatchEncoder
 from transport.errors import BatchTooLarge, FrameError, SchemaMismatch, TransportError
+from transport.life import Life
 
 from .local_network import LocalNetwork
 from .rig import SCHEMA, firsts, make_batch
@@ -34,12 +35,17 @@ class Edge:
         else:
             network = LocalNetwork()
             self.inlet = Receiver(
-                edge="edge", schema=SCHEMA, address="inbox", network=network, **CAPACITY
+                edge="edge",
+                schema=SCHEMA,
+                address="inbox",
+                life=Life(),
+                network=network,
+                **CAPACITY,
             )
             self.outlet = Sender(
                 edge="edge",
                 sender_id="sender",
-                epoch=1,
+                life=Life(attempt=1),
                 schema=SCHEMA,
                 receivers=["inbox"],
                 network=network,

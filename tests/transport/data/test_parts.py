@@ -4,7 +4,8 @@ import pyarrow as pa
 import pytest
 from msgspec import structs
 
-from transport.data.messages import Ack, BatchEncoder, Data, Refusal, Welcome
+from transport.data.messages import Ack, BatchEncoder, Data, Welcome
+from transport.life import Life, Refused
 
 from .rig import SCHEMA, RawConnection, Rig, connect, drain, firsts, make_batch, settle, take, until
 
@@ -29,7 +30,7 @@ def parts_of(
     whole = Data(
         edge="edge",
         sender="raw",
-        epoch=1,
+        life=Life(attempt=1),
         sequence=sequence,
         rows=batch.num_rows,
         bytes=size,
@@ -104,7 +105,7 @@ def test_a_sender_that_dies_between_parts_leaves_nothing_and_its_successor_sends
     first, second, _ = parts_of(raw)
     assert raw.connection.put(*first) and raw.connection.put(*second)
     settle(receiver.poll)
-    successor = rig.sender(receiver, sender_id="raw", epoch=2)
+    successor = rig.sender(receiver, sender_id="raw", life=Life(attempt=2))
     connect(successor, to=receiver)
     assert successor.send(make_batch(3))
     assert firsts(take(receiver, 1, successor)) == [3]
@@ -171,7 +172,7 @@ def test_a_claim_that_no_batch_can_meet_is_refused_before_it_takes_memory(
     for _ in range(3):
         assert raw.connection.put(lie, content)
     heard = [raw.hear() for _ in range(3)]
-    assert isinstance(heard[-1], Refusal)
+    assert isinstance(heard[-1], Refused)
     assert pa.total_allocated_bytes() == before and receiver.depth == (0, 0)
 
 

@@ -12,6 +12,7 @@ import psutil
 import pytest
 
 from transport.data import Receiver, Sender
+from transport.life import Life
 
 from .rig import Rig, connect, drain, firsts, make_batch, take, until
 from .siege import HONEST, SCHEMA, digest_of, rows_of
@@ -85,7 +86,11 @@ def test_a_stopped_process_costs_its_sender_no_memory_and_gets_everything_once_i
 ) -> None:
     child = Child(f"ipc://{folder}/edge" if kind == "ipc" else "tcp://127.0.0.1:*")
     sender = Sender(
-        edge="edge", sender_id=HONEST, epoch=1, schema=SCHEMA, receivers=[child.address]
+        edge="edge",
+        sender_id=HONEST,
+        life=Life(attempt=1),
+        schema=SCHEMA,
+        receivers=[child.address],
     )
     rng, sent, resident = np.random.default_rng(5), [], []
     until(lambda: (sender.poll(), sender.room() > 0)[1])

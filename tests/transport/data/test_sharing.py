@@ -79,7 +79,7 @@ def test_one_that_has_given_all_back_does_not_take_the_others_turn(rig: Rig) -> 
     assert set(firsts(more_idle)) in ({*range(16, 32, 2)}, {*range(17, 32, 2)})
 
 
-def test_a_sender_whose_end_an_earlier_incarnation_had_need_not_come_again(rig: Rig) -> None:
+def test_a_sender_whose_end_an_earlier_life_had_need_not_come_again(rig: Rig) -> None:
     receiver = rig.receiver(senders=2)
     sender = rig.sender(receiver, sender_id="second")
     connect(sender, to=receiver)

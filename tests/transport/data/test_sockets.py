@@ -14,6 +14,7 @@ import zmq
 
 from transport.data import Keys, Receiver, Sender, SocketNetwork, make_keys
 from transport.errors import AddressError, PeerGone, SenderRefused
+from transport.life import Life
 
 from .rig import SCHEMA, Rig, connect, drain, firsts, make_batch, settle, take, until
 
@@ -21,8 +22,9 @@ RECEIVER = """
 import sys
 import pyarrow as pa
 from transport.data import Receiver
+from transport.life import Life
 schema = pa.ipc.read_schema(pa.py_buffer(SCHEMA))
-receiver = Receiver(edge="edge", schema=schema, address=sys.argv[1], capacity_rows=8)
+receiver = Receiver(edge="edge", schema=schema, address=sys.argv[1], life=Life(), capacity_rows=8)
 for number in range(3):
     delivery = receiver.receive(20.0)
     if number == 1:
@@ -177,6 +179,7 @@ class Locked:
             edge="edge",
             schema=SCHEMA,
             address="tcp://127.0.0.1:*",
+            life=Life(),
             capacity_rows=8,
             network=SocketNetwork(keys=self.receiver_keys),
             on_refused=lambda edge, peer, reason: self.told.append(reason),
@@ -188,7 +191,7 @@ class Locked:
         return Sender(
             edge="edge",
             sender_id="sender",
-            epoch=1,
+            life=Life(attempt=1),
             schema=SCHEMA,
             receivers=[self.receiver.address],
             network=SocketNetwork(keys=keys),
@@ -249,9 +252,9 @@ def test_an_address_open_to_other_machines_needs_keys(address: str) -> None:
     with pytest.raises(
         AddressError, match=r"open to other machines.*no keys; got host.*pass the CURVE keys"
     ):
-        Receiver(edge="edge", schema=SCHEMA, address=address, capacity_rows=1)
+        Receiver(edge="edge", schema=SCHEMA, address=address, life=Life(), capacity_rows=1)
     with pytest.raises(AddressError, match="no keys"):
-        Sender(edge="edge", sender_id="s", epoch=1, schema=SCHEMA, receivers=[address])
+        Sender(edge="edge", sender_id="s", life=Life(attempt=1), schema=SCHEMA, receivers=[address])
 
 
 @pytest.mark.parametrize(
@@ -259,22 +262,36 @@ def test_an_address_open_to_other_machines_needs_keys(address: str) -> None:
 )
 def test_an_address_that_is_none_is_refused(address: str) -> None:
     with pytest.raises(AddressError):
-        Receiver(edge="edge", schema=SCHEMA, address=address, capacity_rows=1)
+        Receiver(edge="edge", schema=SCHEMA, address=address, life=Life(), capacity_rows=1)
 
 
 @pytest.mark.parametrize("mode", [0o755, 0o770, 0o701])
 def test_an_ipc_folder_open_to_others_is_refused(folder: Path, mode: int) -> None:
     folder.chmod(mode)
     with pytest.raises(AddressError, match=rf"mode 0{mode:o}.*mode 0700"):
-        Receiver(edge="edge", schema=SCHEMA, address=f"ipc://{folder}/a", capacity_rows=1)
+        Receiver(
+            edge="edge", schema=SCHEMA, address=f"ipc://{folder}/a", life=Life(), capacity_rows=1
+        )
     folder.chmod(0o700)
 
 
 def test_an_ipc_path_too_long_or_without_folder_is_refused(folder: Path) -> None:
     with pytest.raises(AddressError, match="too long"):
-        Receiver(edge="edge", schema=SCHEMA, address=f"ipc://{folder}/{'a' * 200}", capacity_rows=1)
+        Receiver(
+            edge="edge",
+            schema=SCHEMA,
+            address=f"ipc://{folder}/{'a' * 200}",
+            life=Life(),
+            capacity_rows=1,
+        )
     with pytest.raises(AddressError, match="No such file"):
-        Receiver(edge="edge", schema=SCHEMA, address=f"ipc://{folder}/none/a", capacity_rows=1)
+        Receiver(
+            edge="edge",
+            schema=SCHEMA,
+            address=f"ipc://{folder}/none/a",
+            life=Life(),
+            capacity_rows=1,
+        )
 
 
 def test_a_taken_address_is_refused(tcp: Rig) -> None:

@@ -11,6 +11,7 @@ from transport.data.inbox import Inbox
 from transport.data.messages import Ack, Data, Hello, Message, Welcome, encode_schema
 from transport.data.outbox import Outbox
 from transport.data.receiver import Replies
+from transport.life import Life
 
 from .rig import SCHEMA
 
@@ -19,7 +20,7 @@ CAPACITY = Credit(rows=8, bytes=8000)
 
 def make_inbox() -> Inbox:
     """Eight rows, one sender expected."""
-    return Inbox(edge="edge", epoch=1 << 20, capacity=CAPACITY, max_message_bytes=1000)
+    return Inbox(edge="edge", life=Life(attempt=1), capacity=CAPACITY, max_message_bytes=1000)
 
 
 def make_hello(sender: str, number: int = 0, rows: int = 0, **fields: Any) -> Hello:
@@ -28,7 +29,7 @@ def make_hello(sender: str, number: int = 0, rows: int = 0, **fields: Any) -> He
     return Hello(
         edge="edge",
         sender=sender,
-        epoch=1,
+        life=Life(attempt=1),
         schema=b"",
         window_rows=rows,
         window_bytes=1000 * rows,
@@ -49,7 +50,13 @@ def send(inbox: Inbox, connection: str, numbers: range) -> list[str]:
     verdicts = []
     for number in numbers:
         data = Data(
-            edge="edge", sender=connection, epoch=1, sequence=number, rows=1, bytes=100, checksum=0
+            edge="edge",
+            sender=connection,
+            life=Life(attempt=1),
+            sequence=number,
+            rows=1,
+            bytes=100,
+            checksum=0,
         )
         verdicts.append(inbox.judge(connection, data)[0])
         if verdicts[-1] == "new":
@@ -113,7 +120,7 @@ def test_batches_that_were_taken_back_are_not_waited_for_and_those_that_came_sti
     assert window(replies, "a")[1] == 7, "one row lies here that the sender counts no more"
     assert inbox.depth.rows == 3
     assert send(inbox, "a", range(4, 5)) + send(inbox, "a", range(6, 8)) == ["new"] * 3
-    inbox.acknowledge("a", 1, 0)
+    inbox.acknowledge("a", Life(attempt=1), 0)
     assert inbox.depth.rows == 5
     assert not inbox.ended
     inbox.hello("a", make_hello("a", number, rows, base=1, gone=(3, 5), ended=True))
@@ -124,7 +131,7 @@ def test_a_stream_begins_again_only_after_its_end_was_confirmed_and_goes_by_no_o
     None
 ):
     inbox = make_inbox()
-    outbox = Outbox(edge="edge", sender="a", epoch=1, schema=encode_schema(SCHEMA))
+    outbox = Outbox(edge="edge", sender="a", life=Life(attempt=1), schema=encode_schema(SCHEMA))
     outbox.end()
     assert not outbox.reopen()
     first, second = (inbox.hello("a", outbox.hello())[-1][1] for _ in range(2))
@@ -140,7 +147,7 @@ def test_a_stream_begins_again_only_after_its_end_was_confirmed_and_goes_by_no_o
 
 
 def test_nothing_new_goes_over_a_link_that_ended_whatever_its_window() -> None:
-    outbox = Outbox(edge="edge", sender="a", epoch=1, schema=encode_schema(SCHEMA))
+    outbox = Outbox(edge="edge", sender="a", life=Life(attempt=1), schema=encode_schema(SCHEMA))
     answer = make_inbox().hello("a", outbox.hello())[-1][1]
     assert isinstance(answer, Welcome)
     outbox.welcome(answer)
@@ -165,8 +172,12 @@ def test_a_stream_that_begins_again_takes_no_share_before_the_others_gave_it_bac
 def test_a_sender_that_restarted_with_nothing_under_way_leaves_its_share_when_it_ends() -> None:
     inbox = make_inbox()
     inbox.hello("a", make_hello("a"))
-    inbox.hello("a", replace(make_hello("a", next=0), epoch=2))
+    inbox.hello("a", replace(make_hello("a", next=0), life=Life(attempt=2)))
     inbox.hello("b", make_hello("b"))
     assert (
-        window(inbox.hello("a", replace(make_hello("a", next=0, ended=True), epoch=2)), "b")[1] == 8
+        window(
+            inbox.hello("a", replace(make_hello("a", next=0, ended=True), life=Life(attempt=2))),
+            "b",
+        )[1]
+        == 8
     )

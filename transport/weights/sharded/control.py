@@ -17,7 +17,8 @@ from pathlib import Path
 import zmq
 
 from transport.errors import MessageError
-from transport.numbered import Numbered, first_session
+from transport.life import Life
+from transport.numbered import Numbered
 from transport.security import RunKeys
 from transport.weights.executors.address import HostAddress, LocalAddress, arrived, sent
 from transport.weights.protocol.messages import (
@@ -72,7 +73,7 @@ class CoordinatorSocket:
         AddressTaken when another live writer has it.
         """
         self._members: dict[bytes, Numbered] = {}
-        self._session = first_session(attempt)
+        self._session = Life(attempt=attempt).first_number
         self.store = ""
         """Prefix of the files in which process groups meet; empty: there are none."""
         with contextlib.ExitStack() as undo:

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 import torch
-from lives_rig import Life, declared, policy_folder, run_folder, same
+from lives_rig import TrainerLife, declared, policy_folder, run_folder, same
 from ranks_rig import in_a_fork
 from test_trainer_catch_up import VALUED, held, with_values
 from trainer_rig import Clock, group
@@ -53,23 +53,23 @@ def writing_costs_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(saving, "DEAR", 0.0)
 
 
-def live(folder: RunFolder, trainer: Trainer, numbers: range, **facts: Any) -> Life:
+def live(folder: RunFolder, trainer: Trainer, numbers: range, **facts: Any) -> TrainerLife:
     """A life whose checkpoints are each written before its next slice of work."""
     make = facts.pop("make", group)
-    life = Life(folder, trainer, clock=Clock(), **facts)
+    life = TrainerLife(folder, trainer, clock=Clock(), **facts)
     life.push(*map(make, numbers))
     for _ in life.work():
         written(life)
     return life
 
 
-def written(life: Life) -> None:
+def written(life: TrainerLife) -> None:
     deadline = time.monotonic() + DISK_S
     while not life.runtime._saver._background.is_idle and time.monotonic() < deadline:
         time.sleep(0.001)
 
 
-def die(life: Life) -> None:
+def die(life: TrainerLife) -> None:
     """As a killed process: nobody closes anything; what was open is gone."""
     life.ledger.close()
 
@@ -117,7 +117,7 @@ def test_a_killed_trainer_makes_only_the_steps_after_its_own_checkpoint_again_an
     assert first.runtime.status()["step"] == 20
     (kept,) = folder.checkpoints.steps()
     assert 12 < kept < 20
-    again = Life(
+    again = TrainerLife(
         folder,
         trainer,
         columns=facts.get("columns", first.context.columns["prompts"]),
@@ -150,7 +150,7 @@ def test_only_the_newest_stays_over_all_lives_and_one_that_was_asked_for_is_neve
     folder, seen = run_folder(tmp_path, 48), set()
     trainer = declared(policy, recover_within_s=9.0, checkpoint_every=7)
     for numbers in (range(24), range(24, 48)):
-        life = Life(folder, trainer, clock=Clock())
+        life = TrainerLife(folder, trainer, clock=Clock())
         life.push(*map(group, numbers))
         for status in life.work():
             written(life)
@@ -177,7 +177,7 @@ def test_of_those_that_stay_the_newest_do_and_the_one_that_a_replay_of_the_last_
     trainer = declared(
         policy, recover_within_s=float("inf"), checkpoint_every=2, save_total_limit=2
     )
-    life = Life(folder, trainer, clock=Clock(), keep_steps=keep_steps)
+    life = TrainerLife(folder, trainer, clock=Clock(), keep_steps=keep_steps)
     life.push(*map(group, range(20)))
     for status in life.work():
         written(life)
@@ -191,7 +191,7 @@ def test_of_those_that_stay_the_newest_do_and_the_one_that_a_replay_of_the_last_
     assert kept == list(range(1 if keep_steps is None else {6: 5, 2: 9}[keep_steps], 11))
     had = life.state()
     die(life)
-    again = Life(folder, trainer, clock=Clock()).run()
+    again = TrainerLife(folder, trainer, clock=Clock()).run()
     assert same(again.state(), had) and verify(folder.path).clean
 
 
@@ -228,7 +228,7 @@ def test_the_last_checkpoint_stays_even_where_it_was_left_to_recover_from(policy
     life = live(folder, trainer, range(6), steps=3 if ends == "with its steps" else None)
     if ends == "drained after a resume":
         die(life)
-        life = Life(folder, trainer)
+        life = TrainerLife(folder, trainer)
     if ends != "with its steps":
         life.runtime.tell({"end" if ends == "at the end of its rows" else "drain": True})
         life.run()
@@ -244,7 +244,7 @@ def test_what_is_made_again_counts_too(policy, tmp_path):
     """So that a trainer that dies again and again comes forward."""
     folder = run_folder(tmp_path, 40)
     die(live(folder, declared(policy, recover_within_s=float("inf")), range(40)))
-    again = Life(folder, declared(policy, recover_within_s=WITHIN_S), clock=Clock())
+    again = TrainerLife(folder, declared(policy, recover_within_s=WITHIN_S), clock=Clock())
     for status in again.work():
         written(again)
         if status.get("catching_up") == 4:
@@ -265,7 +265,7 @@ def test_training_never_waits_for_one_that_is_being_written(policy, tmp_path, mo
 
     monkeypatch.setattr(checkpoint.StagedState, "write", slow)
     folder = run_folder(tmp_path)
-    life = Life(folder, declared(policy, recover_within_s=1.0), clock=Clock()).run(range(12))
+    life = TrainerLife(folder, declared(policy, recover_within_s=1.0), clock=Clock()).run(range(12))
     assert life.runtime.status()["step"] == 6 and begun == [1]
     go_on.set()
     written(life)
@@ -326,7 +326,9 @@ def test_one_that_would_leave_too_little_room_for_rollouts_and_ledger_is_not_beg
 
     monkeypatch.setattr(shutil, "disk_usage", nearly_full)
     folder = run_folder(tmp_path)
-    life = Life(folder, declared(policy, recover_within_s=1.0, checkpoint_every=3), clock=Clock())
+    life = TrainerLife(
+        folder, declared(policy, recover_within_s=1.0, checkpoint_every=3), clock=Clock()
+    )
     needed = checkpoint.nbytes(life.runtime._learner)
     for number in range(0, 8, 2):
         life.run(range(number, number + 2))
@@ -391,7 +393,7 @@ def test_an_offloading_trainer_that_catches_up_leaves_whole_checkpoints(
     again = live(folder, trainer, range(0), steps=4)
     assert again.runtime.status()["done"] == 1
     again.end()
-    third = Life(folder, declared(policy), steps=4)
+    third = TrainerLife(folder, declared(policy), steps=4)
     assert folder.checkpoints.latest() == 4 and third.runtime.status()["step"] == 4
     plain = live(run_folder(tmp_path), declared(policy), range(8))
     assert same(third.state(), plain.state())
@@ -419,7 +421,7 @@ def test_an_offloading_trainer_that_caught_up_tries_its_last_checkpoint_again(
     again = live(folder, declared(policy, offload=True), range(0), steps=2)
     assert "checkpoint not written" in again.log and again.runtime.status()["done"] == 1
     again.end()
-    third = Life(folder, declared(policy), steps=2)
+    third = TrainerLife(folder, declared(policy), steps=2)
     assert same(third.state(), live(run_folder(tmp_path), declared(policy), range(4)).state())
     third.end()
 
@@ -430,7 +432,7 @@ def life_of_two(folder: RunFolder, trainer: Trainer, numbers: range, digests: Pa
     its start.
     """
     saving.DEAR = 0.0
-    life = Life(folder, trainer, ranks=2, writer=None, own_folder="trainer", clock=Clock())
+    life = TrainerLife(folder, trainer, ranks=2, writer=None, own_folder="trainer", clock=Clock())
     behind = life.runtime.status().get("catching_up", 0)
     life.push(*map(group, numbers))
     for _ in life.work():
