@@ -11,7 +11,7 @@ from pathlib import Path
 import zmq
 
 from dataflow.agent.messages import FromWorkers
-from dataflow.system.messages import MESSAGE_BYTES
+from dataflow.system.security import Listener
 from dataflow.worker.messages import TO_SCHEDULER, TO_WORKER, Heard, Heartbeat
 
 _FILE = "control"
@@ -36,15 +36,10 @@ class Relay:
     """
 
     def __init__(self, sockets: Path) -> None:
-        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self.socket = self._context.socket(zmq.ROUTER)
-        for option, value in (
-            (zmq.LINGER, 0),
-            (zmq.MAXMSGSIZE, MESSAGE_BYTES),
-            (zmq.ROUTER_HANDOVER, 1),
-        ):
-            self.socket.setsockopt(option, value)
-        self.socket.bind(address(str(sockets)))
+        self._listener = Listener(
+            "the agent", address(str(sockets)), None, {zmq.ROUTER_HANDOVER: 1}
+        )
+        self.socket = self._listener.socket
         self._messages: list[tuple[str, bytes]] = []
         self._beats: dict[str, bytes] = {}
         """By worker, its last heartbeat."""
@@ -94,8 +89,7 @@ class Relay:
 
     def close(self) -> None:
         """Let go of the socket."""
-        self.socket.close(0)
-        self._context.term()
+        self._listener.close()
 
     def _flush(self, name: str) -> None:
         """The heartbeat that a worker gave before what it says next."""

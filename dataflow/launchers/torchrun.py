@@ -16,12 +16,12 @@ import zmq
 from zmq.utils import z85
 
 from dataflow.agent.environment import AgentEnvironment, pipe_of
-from dataflow.errors import DeadlineError, GraphError, RunError
+from dataflow.errors import DeadlineError, GraphError
 from dataflow.launchers.launcher import Joining
 from dataflow.launchers.local import Local, Slot
 from dataflow.system.addresses import resolved
 from dataflow.system.messages import MESSAGE_BYTES, Codec, Message, MessageError, Natural, Secret
-from dataflow.system.security import Guard, RunKeys, endpoint, present, read_private
+from dataflow.system.security import Listener, RunKeys, endpoint, present, read_private
 
 # How a process that knows an address and a secret learns which run it is to join, and with which
 # keys.
@@ -88,20 +88,13 @@ class BootstrapServer:
     def __init__(self, address: str, keys: RunKeys, join: Joining) -> None:
         """address: tcp, of this machine. Errors: RunError where it is taken."""
         self._told = _TOLD.encode(JoinReply(join.address, join.folder, join.keys))
-        self._guard = Guard(keys.receivers)
-        self._socket = self._guard.context.socket(zmq.ROUTER)
-        self._socket.setsockopt(zmq.MAXMSGSIZE, 4096)
-        self._socket.setsockopt(zmq.LINGER, 0)
-        self._socket.setsockopt(zmq.IPV6, int("[" in address))
-        self._guard.protect(self._socket)
-        try:
-            self._socket.bind(address)
-        except zmq.ZMQError as error:
-            self.close()
-            raise RunError(
-                f"hosts are to learn at {address} which run they join, but {error}; set another"
-                " MASTER_PORT on all"
-            ) from error
+        self._listener = Listener(
+            "what tells hosts their run (at MASTER_PORT, the same on all)",
+            address,
+            keys,
+            {zmq.MAXMSGSIZE: 4096},
+        )
+        self._socket = self._listener.socket
         self.asked: set[int] = set()
         """Ranks that have been told."""
 
@@ -118,8 +111,7 @@ class BootstrapServer:
 
     def close(self) -> None:
         """Nobody is told any more."""
-        self._socket.close()
-        self._guard.close()
+        self._listener.close()
 
 
 def ask(address: str, keys: RunKeys, rank: int, within_s: float) -> JoinReply:

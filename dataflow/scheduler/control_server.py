@@ -26,8 +26,8 @@ from dataflow.folder.socket_folder import Whereabouts
 from dataflow.scheduler.agents import Agents
 from dataflow.scheduler.events import Received
 from dataflow.scheduler.requests import REPLIES, REQUESTS, Reply, Request
-from dataflow.system.messages import MESSAGE_BYTES, MessageError, Refused
-from dataflow.system.security import Guard, RunKeys, endpoint, reachable
+from dataflow.system.messages import MessageError, Refused
+from dataflow.system.security import Listener, RunKeys, endpoint
 from dataflow.worker.messages import DECIDE_NOTHING, TO_SCHEDULER, TO_WORKER, Heard, ToWorker
 
 log = logging.getLogger(__name__)
@@ -118,23 +118,22 @@ class ControlServer:
         """Called before any decision leaves."""
         self.told: Callable[[str], object] = log.warning
         """Takes a sentence for the user; a log may stand on a terminal that nobody reads."""
-        self._zmq: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self.keys = keys
         """Keys of the run, where it listens at an address."""
-        self._guard = None if keys is None else Guard(keys.receivers)
-        self._router, self._requests = self._router_at(at.control), self._router_at(at.commands)
-        # an attempt takes the name over from the one before it
-        self._router.set(zmq.ROUTER_HANDOVER, 1)
         self._refused: set[str] = set()
-        self.requests = self._listen(self._requests, at.commands)
+        self._listeners: list[Listener] = []
+        self._requests, self.requests = self._listen(at.commands)
         """The address for requests."""
-        self.address = self._listen(self._router, at.control) if at.control else ""
+        self.address = ""
         """The address for workers; empty: they speak to the agents of their hosts."""
+        if at.control:
+            # an attempt takes the name over from the one before it
+            self._router, self.address = self._listen(at.control, {zmq.ROUTER_HANDOVER: 1})
         self.whereabouts = dataclasses.replace(at, control=self.address, commands=self.requests)
         self.whereabouts.write(folder)
         self._poller = zmq.Poller()
-        self._poller.register(self._router, zmq.POLLIN)
-        self._poller.register(self._requests, zmq.POLLIN)
+        for listener in self._listeners:
+            self._poller.register(listener.socket, zmq.POLLIN)
         self._poller.register(self._forkserver.pollable, zmq.POLLIN)
 
     def wait(
@@ -240,32 +239,21 @@ class ControlServer:
         self._let_go()
 
     def _let_go(self) -> None:
-        self._router.close(0)
-        self._requests.close(0)
-        if self._guard is not None:
-            self._guard.close()
-        self._zmq.term()
+        for listener in self._listeners:
+            listener.close()
 
-    def _router_at(self, address: str) -> "zmq.Socket[bytes]":
-        """One for holders of the run's keys, where others than this user could connect."""
-        if self._guard is None or address.startswith("ipc:"):
-            return _router(self._zmq)
-        router = _router(self._guard.context)
-        self._guard.protect(router)
-        return router
-
-    def _listen(self, router: "zmq.Socket[bytes]", address: str) -> str:
+    def _listen(
+        self, address: str, options: Mapping[int, int] = {}
+    ) -> "tuple[zmq.Socket[bytes], str]":
+        """For holders of the run's keys, where others than this user could connect."""
+        keys = None if address.startswith("ipc:") else self.keys
         try:
-            router.bind(address)
-        except zmq.ZMQError as error:
+            listener = Listener("the scheduler", address, keys, options)
+        except RunError:
             self.close()
-            raise RunError(
-                f"the scheduler cannot listen at {address}: {error.strerror}; give an address of"
-                " this machine"
-            ) from None
-        endpoint = router.last_endpoint
-        assert isinstance(endpoint, bytes), "what ZeroMQ says of a bound socket"
-        return reachable(endpoint.decode())
+            raise
+        self._listeners.append(listener)
+        return listener.socket, listener.address
 
     def _say(self, to: str, host: str, encoded: bytes) -> None:
         self._router.send_multipart([to.encode(), encoded])
@@ -416,10 +404,3 @@ class TakenOverControlServer(ControlServer):
         if before is not None and before.control.startswith("tcp:"):
             control = f"{before.control.rpartition(':')[0]}:*"
         return Whereabouts(control=control, commands=commands)
-
-
-def _router(context: "zmq.Context[Any]") -> "zmq.Socket[bytes]":
-    socket: zmq.Socket[bytes] = context.socket(zmq.ROUTER)
-    socket.set(zmq.LINGER, 0)
-    socket.set(zmq.MAXMSGSIZE, MESSAGE_BYTES)
-    return socket

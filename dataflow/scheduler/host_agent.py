@@ -3,7 +3,6 @@
 import re
 import time
 from collections.abc import Callable, Collection, Mapping
-from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -23,11 +22,10 @@ from dataflow.agent.messages import (
     ToAgent,
     is_repeated,
 )
-from dataflow.errors import RunError
 from dataflow.folder.ledger import HOME
 from dataflow.planning.hosts import Host
-from dataflow.system.messages import MESSAGE_BYTES, Frames, Life, MessageError, Numbered
-from dataflow.system.security import Guard, RunKeys, endpoint
+from dataflow.system.messages import Frames, Life, MessageError, Numbered
+from dataflow.system.security import Listener, RunKeys, endpoint
 
 # The socket at which agents speak to a scheduler; it decides nothing.
 
@@ -57,29 +55,13 @@ class AgentsSocket:
         """
         self._clock, self._first_session = clock, Life(number).first_number
         self._peers: dict[bytes, Numbered] = {}
-        self._guard = Guard(keys.receivers)
-        self.socket: zmq.Socket[bytes] = self._guard.context.socket(zmq.ROUTER)
-        for option, value in (
-            (zmq.LINGER, 0),
-            (zmq.MAXMSGSIZE, MESSAGE_BYTES),
-            (zmq.ROUTER_MANDATORY, 1),
-            (zmq.ROUTER_HANDOVER, 1),
-            (zmq.SNDHWM, 0),
-            (zmq.IPV6, int(listen.count(":") > 1)),
-        ):
-            self.socket.set(option, value)
-        self._guard.protect(self.socket)
-        try:
-            self.socket.bind(f"tcp://{listen}" if listen.count(":") == 1 else endpoint(listen))
-        except zmq.ZMQError as error:
-            self.close()
-            raise RunError(
-                f"the scheduler cannot listen for agents at {listen}: {error.strerror}; give an"
-                " address of this machine (and no port, or one that nobody has)"
-            ) from None
-        bound = self.socket.last_endpoint
-        assert isinstance(bound, bytes), "what ZeroMQ says of a bound socket"
-        self.address = bound.decode()
+        self._listener = Listener(
+            "the scheduler of a run over hosts",
+            f"tcp://{listen}" if listen.count(":") == 1 else endpoint(listen),
+            keys,
+            {zmq.ROUTER_MANDATORY: 1, zmq.ROUTER_HANDOVER: 1, zmq.SNDHWM: 0},
+        )
+        self.socket, self.address = self._listener.socket, self._listener.address
 
     def send(self, identity: bytes, message: ToAgent) -> bool:
         """Send a message; whether a connection takes it. Without one, it waits for the next."""
@@ -117,8 +99,7 @@ class AgentsSocket:
 
     def close(self) -> None:
         """Close the socket."""
-        with closing(self._guard):
-            self.socket.close(0)
+        self._listener.close()
 
     def _peer(self, identity: bytes) -> Numbered:
         return self._peers.setdefault(identity, Numbered(self._first_session))

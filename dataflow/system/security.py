@@ -4,9 +4,14 @@ import contextlib
 import os
 import socket
 import stat
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
-from dataflow.errors import GraphError
+import zmq
+
+from dataflow.errors import GraphError, RunError
+from transport.codec import MESSAGE_BYTES
 from transport.security import (
     KEYS_BYTES,
     Guard,
@@ -21,6 +26,7 @@ from transport.security import (
 __all__ = [
     "KEYS_BYTES",
     "Guard",
+    "Listener",
     "RunKeys",
     "again_at",
     "check_listen",
@@ -57,3 +63,44 @@ def check_listen(host: str) -> None:
             " leave listen= out to use sockets that only this machine's processes of this user can"
             " open"
         ) from None
+
+
+class Listener:
+    """A ROUTER socket at an address, for holders of the run's keys alone where it has them."""
+
+    def __init__(
+        self, who: str, address: str, keys: RunKeys | None, options: Mapping[int, int] = {}
+    ) -> None:
+        """who: listens, for people. options: of the socket, where they are others. Errors: RunError
+        where nobody can listen there.
+        """
+        self._guard = None if keys is None else Guard(keys.receivers)
+        self._context: zmq.Context[Any] = self._guard.context if self._guard else zmq.Context()
+        self.socket: zmq.Socket[bytes] = self._context.socket(zmq.ROUTER)
+        usual: Mapping[int, int] = {
+            zmq.LINGER: 0,
+            zmq.MAXMSGSIZE: MESSAGE_BYTES,
+            zmq.IPV6: int("[" in address),
+        }
+        for option, value in {**usual, **options}.items():
+            self.socket.set(option, value)
+        if self._guard is not None:
+            self._guard.protect(self.socket)
+        try:
+            self.socket.bind(address)
+        except zmq.ZMQError as error:
+            self.close()
+            raise RunError(
+                f"{who} cannot listen at {address}: {error.strerror}; give an address of this"
+                " machine (and no port, or one that nobody has)"
+            ) from None
+        self.address = reachable(self.socket.get_string(zmq.LAST_ENDPOINT))
+        """With the port that it has."""
+
+    def close(self) -> None:
+        """Listen no more; waits at most for what is to leave within the socket's linger."""
+        self.socket.close()
+        if self._guard is not None:
+            self._guard.close()
+        else:
+            self._context.term()

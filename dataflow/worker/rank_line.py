@@ -24,7 +24,6 @@ from typing import Any
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
-from dataflow.errors import RunError
 from dataflow.graph import Graph
 from dataflow.planning.plan import Plan
 from dataflow.planning.wiring import context_facts
@@ -33,7 +32,7 @@ from dataflow.system.child import Child, fork
 from dataflow.system.log import node_log
 from dataflow.system.messages import Life, MessageError
 from dataflow.system.rank_places import RankPlaces, Spreads
-from dataflow.system.security import Guard, RunKeys, endpoint, present
+from dataflow.system.security import Listener, RunKeys, endpoint, present
 from dataflow.worker import rank_messages as messages
 from dataflow.worker.host import Settings
 from dataflow.worker.rank_messages import Delete, Get, RankPipe, Set, StoredValues
@@ -169,29 +168,13 @@ class RankLine:
         """
         self._life = life
         self._hosts = tuple(hosts)
-        self._guard = Guard(keys.receivers)
-        self._router: zmq.Socket[Any] = self._guard.context.socket(zmq.ROUTER)
-        for option, value in (
-            (zmq.ROUTER_MANDATORY, 1),
-            (zmq.SNDHWM, 0),
-            (zmq.RCVHWM, 0),
-            (zmq.LINGER, 1000),
-            (zmq.IPV6, ":" in host),
-        ):
-            self._router.setsockopt(option, int(value))
-        self._guard.protect(self._router)
-        try:
-            self._router.bind(endpoint(host))
-        except zmq.ZMQError as error:
-            self._router.close()
-            self._guard.close()
-            raise RunError(
-                f"the first rank cannot listen for those on other hosts at {endpoint(host)}:"
-                f" {error.strerror}; see that this host has that address"
-            ) from None
-        bound_to = self._router.last_endpoint
-        assert isinstance(bound_to, bytes), "what ZeroMQ says of a bound socket"
-        self.address = bound_to.decode()
+        self._listener = Listener(
+            "the first of ranks on several hosts",
+            endpoint(host),
+            keys,
+            {zmq.ROUTER_MANDATORY: 1, zmq.SNDHWM: 0, zmq.RCVHWM: 0, zmq.LINGER: 1000},
+        )
+        self._router, self.address = self._listener.socket, self._listener.address
         """The address at which the others find it."""
         self._asked: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._woken, self._waker = socket.socketpair()
@@ -244,8 +227,7 @@ class RankLine:
         finally:
             for rank in self._ranks.values():
                 self._lose(rank, -signal.SIGKILL)
-            self._router.close()
-            self._guard.close()
+            self._listener.close()
 
     def _have(self, done: Callable[[], None]) -> None:
         """Have it done in the thread."""

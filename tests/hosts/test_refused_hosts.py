@@ -153,7 +153,7 @@ def test_a_port_that_is_taken_is_named(cluster: Cluster) -> None:
     holder = a.popen([sys.executable, "-c", taken], stdout=-1)
     assert holder.stdout and holder.stdout.readline() == "up\n"
     cluster.launch("fakes", listen=f"{a.address}:4567")
-    assert f"cannot listen for agents at {a.address}:4567" in ended(cluster)
+    assert f"cannot listen at tcp://{a.address}:4567" in ended(cluster)
     holder.kill()
 
 

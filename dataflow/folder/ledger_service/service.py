@@ -33,7 +33,7 @@ from dataflow.folder.ledger_service.messages import (
 )
 from dataflow.system.files import RunFolderError
 from dataflow.system.messages import Life, MessageError, replaced
-from dataflow.system.security import Guard, RunKeys, reachable
+from dataflow.system.security import Listener, RunKeys
 
 ANY = ""
 """Stands for a worker's name: earlier lives than its own may not write, whatever their worker."""
@@ -231,29 +231,14 @@ class LedgerService:
         """handler: opened when somebody asks for the first time. address: tcp://HOST:PORT, with the
         run's keys, or ipc://PATH. Errors: RunError when it cannot be had.
         """
+        self._listener = Listener("the ledger's service", address, keys, {zmq.LINGER: 200})
+        self._router, self.address = self._listener.socket, self._listener.address
         self._open = handler
         self._opened: RequestHandler | None = None
         self._aside = ThreadPoolExecutor(1, "flush")
         self._done: deque[tuple[bytes, Answer]] = deque()
         self._woken, self._wake = socket.socketpair()
         self._refused, self._stops = 0, False
-        self._guard = None if keys is None else Guard(keys.receivers)
-        self._zmq: zmq.Context[Any] = zmq.Context() if self._guard is None else self._guard.context
-        self._router = self._zmq.socket(zmq.ROUTER)
-        self._router.set(zmq.LINGER, 200)
-        self._router.set(zmq.MAXMSGSIZE, TO_LEDGER.max_bytes)
-        if self._guard is not None:
-            self._guard.protect(self._router)
-        try:
-            self._router.bind(address)
-        except zmq.ZMQError as error:
-            self.close()
-            raise RunError(
-                f"the ledger's service cannot listen at {address}: {error.strerror}; give an"
-                " address of this machine, with a port that is free"
-            ) from None
-        self.address = reachable(self._router.get_string(zmq.LAST_ENDPOINT))
-        """The address at which it listens."""
 
     def stop(self) -> None:
         """End soon."""
@@ -299,14 +284,10 @@ class LedgerService:
 
     def close(self) -> None:
         """Close the socket; clients repeat what is unanswered."""
-        self._router.close()
+        self._listener.close()
         self._aside.shutdown()
         self._wake.close()
         self._woken.close()
-        if self._guard is not None:
-            self._guard.close()
-        else:
-            self._zmq.term()
 
     def _refuse(self, error: MessageError) -> None:
         self._refused += 1

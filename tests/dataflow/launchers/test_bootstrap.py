@@ -75,7 +75,7 @@ def test_who_has_another_secret_is_told_nothing(address: str, server: BootstrapS
 
 def test_a_port_that_is_taken_is_told(address: str, server: BootstrapServer) -> None:
     with pytest.raises(
-        RunError, match=f"learn at {address} which run they join, but .*MASTER_PORT"
+        RunError, match=f"MASTER_PORT, the same on all.* cannot listen at {address}"
     ):
         BootstrapServer(address, ONE, JOIN)
 

@@ -158,7 +158,7 @@ def test_the_ranks_of_an_attempt_that_has_ended_are_not_let_in() -> None:
 
 
 def test_an_address_that_is_another_hosts_is_said() -> None:
-    with pytest.raises(RunError, match="cannot listen for those on other hosts at tcp://192.0.2.1"):
+    with pytest.raises(RunError, match="ranks on several hosts cannot listen at tcp://192.0.2.1"):
         RankLine("192.0.2.1", KEYS, HOSTS)
 
 
