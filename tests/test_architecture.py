@@ -64,7 +64,6 @@ OWN_LIMITS = {
     # no run
     "operators/serving/errors.py",
     "operators/serving/serve.py",
-    "operators/serving/service.py",
     "operators/warm_start/launch.py",  # before a run
     # seconds by a simulation's clock, which nobody waits
     "dataflow/foresight/simulation/scenario.py",

@@ -81,7 +81,7 @@ class RunService(Service):
             make_sampling=_no_sampling,
             make_stop=_strings,
             call_timeout_s=CALL_S,
-            exchanges=KEPT_TURNS,
+            most_turns=KEPT_TURNS,
             past=past,
             bounds=Bounds(samples=False),
             chat_template_kwargs=options,
@@ -105,7 +105,7 @@ class RunService(Service):
                 "unsupported_parameter",
             )
         stop = tuple(dict.fromkeys([*request.stop, *self._stop]))
-        return super().begin(request.with_(stop=stop, stop_tokens=()), session)
+        return super().begin(replace(request, stop=stop, stop_tokens=()), session)
 
     def _check_room(self, call: ServedCall) -> None:
         """Nothing: where the context is full the rollout is over, which the generator says."""

@@ -1,11 +1,11 @@
-"""The routes: the APIs of `apis/`, models, health; JSON in, JSON or server-sent events out."""
+"""The routes: the APIs, models, health; JSON in, JSON or server-sent events out."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import hmac
-from collections.abc import AsyncIterator, Awaitable, Callable, Container, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Container, Mapping
 from datetime import UTC, datetime
 from typing import Any, TypeAlias
 
@@ -16,11 +16,12 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
-from operators.serving.apis.anthropic_messages import MESSAGES, parse_count
-from operators.serving.apis.api import CHAT_COMPLETIONS, COMPLETIONS, TOKEN_ROUTE, Api
-from operators.serving.apis.openai_responses import RESPONSES
+from operators.serving.anthropic_messages import MESSAGES, parse_count
+from operators.serving.apis import CHAT_COMPLETIONS, COMPLETIONS, TOKEN_ROUTE, Api, event, news
 from operators.serving.calls import ServedCall
-from operators.serving.errors import ApiError, read_json
+from operators.serving.errors import ApiError, Bounds, read_json
+from operators.serving.openai_responses import RESPONSES
+from operators.serving.requests import Request
 from operators.serving.service import Service
 
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
@@ -57,7 +58,7 @@ def make_app(
         path: str,
         answer: Callable[[HttpRequest], Awaitable[Response]],
         method: str,
-        failed: Failed = _openai_error,
+        failed: Failed = COMPLETIONS.failed,
     ) -> Route:
         async def guarded(http: HttpRequest) -> Response:
             try:
@@ -79,9 +80,30 @@ def make_app(
         await asyncio.to_thread(service.thread.close, close_timeout_s)
         await asyncio.sleep(0)  # what the thread told last stands in the loop's queue
 
+    def session_of(http: HttpRequest, user: str | None) -> str | None:
+        """Header, user, or the key where the server asks for none: each rollout of an agent may
+        have one of its own.
+        """
+        key = _key_of(http)
+        if sessions is not None:
+            return key
+        is_name = api_key is None and key is not None and key.lower() not in NO_KEY
+        return http.headers.get("x-session-id") or user or (key if is_name else None)
+
     def served(api: Api) -> Route:
         async def answer(http: HttpRequest) -> Response:
-            return await _serve(service, http, api, is_keyed=api_key is not None, sessions=sessions)
+            service.check_room()
+            request = await _request(http, service, api.parse)
+            call = service.begin(request, session_of(http, request.user))
+            if request.stream:
+                stream = _stream(service, http, call, api)
+                return StreamingResponse(stream, media_type="text/event-stream", headers=_HEADERS)
+            async with contextlib.aclosing(_rounds(service, http, call)) as rounds:
+                async for _ in rounds:
+                    pass
+            if call.failure is not None:
+                raise call.failure
+            return JSONResponse(api.whole(call, service.vocabulary))
 
         return route(api.path, answer, "POST", api.failed)
 
@@ -109,15 +131,10 @@ def make_app(
         return JSONResponse(model(name))
 
     async def count(http: HttpRequest) -> Response:
-        async with _body(http, service) as body:
-            request = parse_count(body, service.bounds)
+        request = await _request(http, service, parse_count)
         service.check_model(request.model)
-        own = (
-            _key_of(http)
-            if sessions is not None
-            else _session_of(http, request.user, is_keyed=api_key is not None)
-        )
-        return JSONResponse({"input_tokens": service.count(request, own)})
+        tokens = service.count(request, session_of(http, request.user))
+        return JSONResponse({"input_tokens": tokens})
 
     async def health(_: HttpRequest) -> Response:
         thread = service.thread
@@ -179,110 +196,63 @@ def _key_of(http: HttpRequest) -> str | None:
     return key.strip() if kind.lower() == "bearer" else http.headers.get("x-api-key")
 
 
-def _session_of(http: HttpRequest, user: str | None, *, is_keyed: bool) -> str | None:
-    """Header, user, or the key where the server asks for none: each rollout of an agent may have
-    one of its own.
-    """
-    key = None if is_keyed else _key_of(http)
-    named = None if key is None or key.lower() in NO_KEY else key
-    return http.headers.get("x-session-id") or user or named
-
-
-async def _serve(
-    service: Service,
-    http: HttpRequest,
-    api: Api,
-    *,
-    is_keyed: bool,
-    sessions: Container[str] | None,
-) -> Response:
-    service.check_room()
-    async with _body(http, service) as body:
-        request = api.parse(body, service.bounds)
-    own = (
-        _key_of(http)
-        if sessions is not None
-        else _session_of(http, request.user, is_keyed=is_keyed)
-    )
-    call = service.begin(request, own)
-    if request.stream:
-        return StreamingResponse(
-            _stream(service, http, call, api), media_type="text/event-stream", headers=_HEADERS
-        )
-    async with _attended(service, http, call) as news:
-        async for _ in news:
-            pass
-    if call.failure is not None:
-        raise call.failure
-    return JSONResponse(api.whole(call, service.vocabulary))
-
-
 _HEADERS = {"cache-control": "no-cache", "x-accel-buffering": "no"}
 
 
 async def _stream(
     service: Service, http: HttpRequest, call: ServedCall, api: Api
 ) -> AsyncIterator[str]:
-    stream = api.stream(call, service.vocabulary)
+    events = api.events(call, service.vocabulary)
     try:
-        async with _attended(service, http, call) as news:
-            async for _ in news:
+        async with contextlib.aclosing(_rounds(service, http, call)) as rounds:
+            async for _ in rounds:
                 if call.failure is not None:
                     raise call.failure
-                if new := "".join(stream.new()):
+                if new := "".join(map(event, news(events))):
                     yield new
-        closing = "".join(stream.last())
+        closing = api.done
     except ApiError as error:
-        closing = api.event(api.failed(error))
-    yield closing + api.done
+        closing = event(api.failed(error)) + api.done
+    if closing:
+        yield closing
 
 
-@contextlib.asynccontextmanager
-async def _attended(
-    service: Service, http: HttpRequest, call: ServedCall
-) -> AsyncIterator[AsyncIterator[None]]:
-    """Watch a call to its end: an iterator that goes round whenever something is new. Whoever
-    leaves, ends the call.
+async def _rounds(service: Service, http: HttpRequest, call: ServedCall) -> AsyncGenerator[None]:
+    """Watch a call to its end: goes round whenever something is new. Whoever leaves, ends the call.
 
     Raises:
         ApiError: 499 when the client went away, 504 at the call's deadline.
     """
-    leaving = asyncio.create_task(_leave(http))
+    now, timeout_s = asyncio.get_running_loop().time, service.call_timeout_s
+    leaving, deadline = asyncio.create_task(_leave(http)), now() + timeout_s
     try:
-        yield _news(service, call, leaving)
+        while True:
+            over = call.is_over
+            call.news.clear()
+            yield
+            if over:
+                return
+            waits = asyncio.create_task(call.news.wait())
+            patience = max(0.0, deadline - now())
+            try:
+                await asyncio.wait(
+                    {waits, leaving}, timeout=patience, return_when=asyncio.FIRST_COMPLETED
+                )
+            finally:
+                waits.cancel()
+            if call.news.is_set():
+                continue
+            if leaving.done():
+                raise ApiError(499, GONE, code="client_gone")
+            why = (
+                f"the call was not over after {timeout_s:g} s; ask for fewer tokens, or call again"
+                " later"
+            )
+            service.end(call, why)
+            raise ApiError(504, why, code="timeout")
     finally:
         leaving.cancel()
         service.end(call, GONE)
-
-
-async def _news(
-    service: Service, call: ServedCall, leaving: asyncio.Task[None]
-) -> AsyncIterator[None]:
-    deadline = asyncio.get_running_loop().time() + service.call_timeout_s
-    while True:
-        over = call.is_over
-        call.news.clear()
-        yield
-        if over:
-            return
-        waits = asyncio.create_task(call.news.wait())
-        patience = deadline - asyncio.get_running_loop().time()
-        try:
-            await asyncio.wait(
-                {waits, leaving}, timeout=max(0.0, patience), return_when=asyncio.FIRST_COMPLETED
-            )
-        finally:
-            waits.cancel()
-        if call.news.is_set():
-            continue
-        if leaving.done():
-            raise ApiError(499, GONE, code="client_gone")
-        why = (
-            f"the call was not over after {service.call_timeout_s:g} s; ask for fewer tokens, or"
-            " call again later"
-        )
-        service.end(call, why)
-        raise ApiError(504, why, code="timeout")
 
 
 async def _leave(http: HttpRequest) -> None:
@@ -290,10 +260,11 @@ async def _leave(http: HttpRequest) -> None:
         pass
 
 
-@contextlib.asynccontextmanager
-async def _body(http: HttpRequest, service: Service) -> AsyncIterator[Any]:
-    """The JSON of a request, whose bytes count as being read meanwhile. Raises ApiError: 408, 413,
-    415, 429, 400.
+async def _request(
+    http: HttpRequest, service: Service, parse: Callable[[Any, Bounds], Request]
+) -> Request:
+    """What a call's JSON asks for; its bytes count as being read meanwhile. Raises ApiError: 408,
+    413, 415, 429, 400.
     """
     bounds, read = service.bounds, bytearray()
     kind = http.headers.get("content-type", "").partition(";")[0].strip().lower()
@@ -320,16 +291,12 @@ async def _body(http: HttpRequest, service: Service) -> AsyncIterator[Any]:
             raise ApiError(
                 400, f"the body cannot be read as JSON: {error}; mend it", code="invalid_json"
             ) from error
-        yield value
+        return parse(value, bounds)
     finally:
         service.reading.give(len(read))
 
 
-def _openai_error(error: ApiError) -> Mapping[str, Any]:
-    return error.body
-
-
-def _refusal(error: ApiError, failed: Failed = _openai_error) -> JSONResponse:
+def _refusal(error: ApiError, failed: Failed = COMPLETIONS.failed) -> JSONResponse:
     return JSONResponse(
         failed(error), error.status, {"retry-after": "1"} if error.status == 429 else None
     )

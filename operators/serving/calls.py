@@ -13,8 +13,7 @@ from operators.chat.tool_calls import CallFormat
 from operators.engine.interface import ABORTED, BROKEN, STOPPED
 from operators.serving.errors import ApiError
 from operators.serving.requests import Request
-from operators.serving.rows import CallGroup, Completion
-from operators.serving.sessions import Encoded, ServedExchange
+from operators.serving.sessions import KnownTurn, Prompt, chat_key
 from operators.serving.text import Transcript, Vocabulary
 from operators.serving.work import News, Work
 
@@ -40,10 +39,8 @@ class Choice:
     finish_reason: str | None = None
     """stop, length, tool_calls or error, once ended."""
     error: str | None = None
-    failed: int | None = None
-    """HTTP status of an answer that cannot hold this choice."""
     refusal: ApiError | None = None
-    """What is said in its place, where it is more than that."""
+    """What is said in place of an answer that cannot hold this choice."""
     first_call: int = 0
     """Number of the first call of a tool in it."""
 
@@ -59,14 +56,12 @@ class Choice:
             self.tokens, self.alternatives = news.tokens, news.alternatives
         if news.reason is not None:
             self.transcript.finish(int(ids[-1]) if news.reason == STOPPED and len(ids) else None)
-            self.error = news.error
-            self.refusal = news.refusal
-            self.failed = (
-                {BROKEN: 500, ABORTED: 503}.get(news.reason)
-                if news.refusal is None
-                else news.refusal.status
-            )
-            self.finish_reason = "error" if self.failed else REASONS.get(news.reason, "length")
+            self.error, self.refusal = news.error, news.refusal
+            status = {BROKEN: 500, ABORTED: 503}.get(news.reason)
+            if status is not None and self.refusal is None:
+                why = self.error or "the rollout failed"
+                self.refusal = ApiError(status, why, code="rollout_failed")
+            self.finish_reason = "error" if self.refusal else REASONS.get(news.reason, "length")
             self.message = {"role": "assistant", "content": self.transcript.text}
             if self.calls is not None:
                 read = self.calls.read(self.transcript.text, self.tools, first=self.first_call)
@@ -82,90 +77,40 @@ class Choice:
         text = self.transcript.text
         return text if self.calls is None else text[: self.calls.certain(text)].rstrip()
 
-    @property
-    def completion(self) -> Completion:
-        """The choice as a row is made of it."""
-        return Completion(
-            text=self.transcript.text,
-            tokens=self.tokens,
-            finish_reason={"tool_calls": "stop"}.get(
-                self.finish_reason or "error", self.finish_reason or "error"
-            ),
-            error=self.error,
-        )
+    def continued(self, before: Conversation, begun: Sequence[int]) -> Conversation:
+        """The conversation with this turn, once ended. begun: as in `Prompt`."""
+        assert self.message is not None, "it has ended"
+        conversation, message = before.fork(), self.message
+        begins = conversation.begins
+        if begins:
+            message = {**message, "content": begins + str(message["content"])}
+        text = begins + self.transcript.text
+        conversation.say(self.tokens, begun=begun, text=text, message=message)
+        return conversation
 
 
-@dataclass(frozen=True)
-class AskedPrompt:
-    """A prompt of a call before it starts."""
-
-    shown: str
-    """As it is recorded."""
-    text: str | None
-    """As rendered, where a later prompt may go on from it by its text."""
-    encoded: Encoded
-    conversation: Conversation | None = None
-    """Where a later prompt may go on from it by its messages."""
-    begun: tuple[int, ...] = ()
-    """The last of its tokens: those that the turn is made to begin with, as a tool has to be
-    called."""
-
-
-@dataclass(eq=False)
+@dataclass(eq=False, kw_only=True)
 class CallPrompt:
     """One prompt of a call, its rollouts, and what the engine was asked for."""
 
-    group: CallGroup
+    group_id: int
+    prompt: Prompt
+    seeds: Sequence[int]
+    """One for each rollout."""
     choices: list[Choice]
-    text: str | None
-    """The prompt as rendered; None where it was given as token ids, or has a conversation."""
-    conversation: Conversation | None = None
-    begun: tuple[int, ...] = ()
-    """As in `AskedPrompt`."""
     work: Work | None = None
+
+    def rollout_id(self, position: int) -> int:
+        """Of the rollout at this position, as in every run folder."""
+        return self.group_id * len(self.choices) + position
 
     @property
     def is_over(self) -> bool:
         """Whether all rollouts have ended."""
         return all(choice.finish_reason is not None for choice in self.choices)
 
-    def continued(self) -> Iterator[tuple[int, Conversation, list[int]]]:
-        """Of each choice its rollout, the conversation with it, and the ids of both."""
-        for position, choice in enumerate(self.choices):
-            if self.conversation is None or choice.failed or choice.message is None:
-                continue
-            conversation = self.conversation.fork()
-            begins, message = conversation.begins, choice.message
-            if begins:
-                message = {**message, "content": begins + str(message["content"])}
-            text = begins + choice.transcript.text
-            conversation.say(choice.tokens, begun=self.begun, text=text, message=message)
-            ids = [*self.group.prompt_tokens, *choice.tokens.ids.tolist()]
-            yield self.group.rollout_id(position), conversation, ids
 
-    def exchanges(self, vocabulary: Vocabulary, ends: frozenset[int]) -> list[ServedExchange]:
-        """What a later prompt may go on from."""
-        if self.text is None:
-            return []
-        exchanges = []
-        for position, choice in enumerate(self.choices):
-            ids = tuple(choice.tokens.ids.tolist())
-            whole = choice.transcript.whole_tokens()
-            if choice.failed or not whole:
-                continue
-            end = ids[-1] if whole == len(ids) - 1 and ids[-1] in ends else None
-            exchanges.append(
-                ServedExchange(
-                    session=self.group.session,
-                    text=self.text + choice.transcript.text[: choice.transcript.end_of(whole)],
-                    tokens=(*self.group.prompt_tokens, *ids[:whole]),
-                    end=None if end is None else (end, vocabulary.decode([end], special=True)),
-                    rollout_id=self.group.rollout_id(position),
-                )
-            )
-        return exchanges
-
-
+@dataclass(eq=False, kw_only=True)
 class ServedCall:
     """A request and its parts.
 
@@ -174,20 +119,17 @@ class ServedCall:
     waits for: nothing; who answers waits for `news`
     """
 
-    def __init__(
-        self,
-        request: Request,
-        parts: Sequence[CallPrompt],
-        ends: frozenset[int],
-        finished: Callable[[CallPrompt], None],
-    ) -> None:
-        """No news yet."""
-        self.request, self.parts = request, parts
-        self.request_id = parts[0].group.request_id
-        self.created = parts[0].group.created_ms // 1000
-        self.news = asyncio.Event()
-        self.unrecorded: ApiError | None = None
-        self._ends, self._finished = ends, finished
+    request: Request
+    session: str | None
+    request_id: str
+    created_ms: int
+    """Since 1970, UTC."""
+    parts: Sequence[CallPrompt]
+    ends: frozenset[int]
+    """Tokens that end a rollout, and are no part of its text."""
+    finished: Callable[[ServedCall, CallPrompt], None]
+    news: asyncio.Event = field(default_factory=asyncio.Event)
+    unrecorded: ApiError | None = None
 
     @property
     def choices(self) -> list[Choice]:
@@ -202,20 +144,44 @@ class ServedCall:
     @property
     def failure(self) -> ApiError | None:
         """Why the call cannot be answered, if it cannot."""
-        for choice in self.choices:
-            if choice.failed:
-                why = choice.error or "the rollout failed"
-                return choice.refusal or ApiError(choice.failed, why, code="rollout_failed")
-        return self.unrecorded
+        refusals = (choice.refusal for choice in self.choices if choice.refusal is not None)
+        return next(refusals, self.unrecorded)
+
+    def turns(self, part: CallPrompt, vocabulary: Vocabulary) -> Iterator[KnownTurn]:
+        """What a later prompt may go on from, of a prompt whose rollouts have ended."""
+        prompt = part.prompt
+        for position, choice in enumerate(part.choices):
+            if choice.refusal is not None:
+                continue
+            ids, number = tuple(choice.tokens.ids.tolist()), part.rollout_id(position)
+            if prompt.conversation is not None:
+                conversation = choice.continued(prompt.conversation, prompt.begun)
+                yield KnownTurn(
+                    session=self.session,
+                    key=chat_key(conversation),
+                    tokens=(*prompt.tokens, *ids),
+                    rollout_id=number,
+                    conversation=conversation,
+                )
+            elif prompt.text is not None and (whole := choice.transcript.whole_tokens()):
+                end = ids[-1] if whole == len(ids) - 1 and ids[-1] in self.ends else None
+                text = choice.transcript.text[: choice.transcript.end_of(whole)]
+                yield KnownTurn(
+                    session=self.session,
+                    key=prompt.text + text,
+                    tokens=(*prompt.tokens, *ids[:whole]),
+                    rollout_id=number,
+                    end=None if end is None else (end, vocabulary.decode([end], special=True)),
+                )
 
     def hear(self, part: CallPrompt, news: News) -> None:
         """Something happened to a rollout."""
         if part.choices[news.position].finish_reason is not None:
             return
-        part.choices[news.position].hear(news, self._ends)
+        part.choices[news.position].hear(news, self.ends)
         if part.is_over:
             try:
-                self._finished(part)
+                self.finished(self, part)
             except Exception as error:
                 self.unrecorded = ApiError(
                     500, f"the call could not be recorded: {error}", code="not_recorded"

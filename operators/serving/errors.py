@@ -22,6 +22,10 @@ TYPES = {
 """Type by status; everything else is a server_error."""
 
 
+CALL_TIMEOUT_S = 600.0
+"""For a call, where the server is told no other time."""
+
+
 class ApiError(Exception):
     """A call that is refused or has failed: `status` over HTTP, and a message in three parts."""
 

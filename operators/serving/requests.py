@@ -7,7 +7,7 @@ import math
 import reprlib
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from operators.serving.errors import ApiError, Bounds, bad, read_json
@@ -113,58 +113,6 @@ MOST_ALTERNATIVES = 20
 MOST_TOKENS = 2**31 - 1
 """Of a completion, and of top_k: what the engine's numbers hold."""
 
-_SHARED = {
-    "model",
-    "max_tokens",
-    "max_completion_tokens",
-    "temperature",
-    "top_p",
-    "n",
-    "stop",
-    "seed",
-    "logprobs",
-    "stream",
-    "stream_options",
-    "user",
-    "top_k",
-    "min_p",
-    "repetition_penalty",
-    "return_token_ids",
-    "stop_token_ids",
-}
-FIELDS: dict[Kind, set[str]] = {
-    "completion": {*_SHARED, "prompt"},
-    "chat": {
-        *_SHARED,
-        "messages",
-        "tools",
-        "tool_choice",
-        "top_logprobs",
-        "chat_template_kwargs",
-        "add_generation_prompt",
-        "continue_final_message",
-    },
-}
-"""What each kind of call may ask for."""
-
-WITHOUT_EFFECT = {
-    "metadata",
-    "store",
-    "service_tier",
-    "safety_identifier",
-    "prompt_cache_key",
-    "prompt_cache_retention",
-    "prompt_cache_options",
-    "parallel_tool_calls",
-    "reasoning_effort",
-    "verbosity",
-    "prediction",
-    "priority",
-    "cache_salt",
-    "request_id",
-}
-"""Fields that are accepted with any value, since no value changes what is generated here."""
-
 WISHES: dict[str, tuple[Any, ...]] = {
     "presence_penalty": (0,),
     "frequency_penalty": (0,),
@@ -189,6 +137,29 @@ ONLY: dict[str, tuple[Any, ...]] = {
     "modalities": (["text"],),
 }
 """Fields that are accepted with the values that ask for nothing."""
+
+
+_EITHER = (
+    *("model", "max_tokens", "max_completion_tokens", "temperature", "top_p", "n", "stop", "seed"),
+    *("logprobs", "stream", "stream_options", "user", "top_k", "min_p", "repetition_penalty"),
+    *("return_token_ids", "stop_token_ids"),
+)
+_WITHOUT_EFFECT = (
+    *("metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "priority"),
+    *("prompt_cache_retention", "prompt_cache_options", "parallel_tool_calls", "reasoning_effort"),
+    *("verbosity", "prediction", "cache_salt", "request_id"),
+)
+"""Accepted with any value, since no value changes what is generated here."""
+_CHAT = (
+    *("messages", "tools", "tool_choice", "top_logprobs", "chat_template_kwargs"),
+    *("add_generation_prompt", "continue_final_message"),
+)
+_ANY = dict.fromkeys((*_EITHER, *_WITHOUT_EFFECT))
+FIELDS: dict[Kind, dict[str, Any]] = {
+    "completion": {**ONLY, **_ANY, "prompt": None},
+    "chat": {**ONLY, **_ANY, **dict.fromkeys(_CHAT)},
+}
+"""What each kind of call may have, as `fields_of` takes it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -228,10 +199,6 @@ class Request:
     return_token_ids: bool = False
     user: str | None = None
 
-    def with_(self, **changes: Any) -> Request:
-        """The same with other values."""
-        return replace(self, **changes)
-
     @property
     def knobs(self) -> dict[str, Any]:
         """The knobs of `sampling_params.Sampling`."""
@@ -256,15 +223,7 @@ def parse(kind: Kind, body: Any, bounds: Bounds | None = None) -> Request:
     cannot be done.
     """
     bounds = bounds or Bounds()
-    if not isinstance(body, dict):
-        raise ApiError(
-            400,
-            f"the body is no JSON object; found {type(body).__name__}; send {{...}}",
-            code="invalid_json",
-        )
-    fields = {name: value for name, value in body.items() if value is not None}
-    for name, value in fields.items():
-        _check_known(kind, name, value, bounds)
+    fields = fields_of(body, FIELDS[kind], bounds)
     chat = kind == "chat"
     messages, begun = _begun(fields, _messages(fields, bounds)) if chat else ((), "")
     n = whole_of(fields, "n", 1, least=1, most=MOST_CHOICES)
@@ -300,31 +259,61 @@ def parse(kind: Kind, body: Any, bounds: Bounds | None = None) -> Request:
     )
 
 
-def set_aside(bounds: Bounds) -> dict[str, None]:
-    """Fields that are accepted and ignored, whatever their value."""
-    names = (*WISHES, "seed", "top_k", "min_p", "repetition_penalty")
-    return {} if bounds.samples else dict.fromkeys(names)
+def fields_of(
+    body: Any, allowed: Mapping[str, Any], bounds: Bounds | None = None
+) -> dict[str, Any]:
+    """What a body gives, nulls left out. Raises ApiError for no object, and for fields (or values)
+    that are not allowed.
 
-
-def _check_known(kind: Kind, name: str, value: Any, bounds: Bounds) -> None:
-    if name in FIELDS[kind] or name in WITHOUT_EFFECT or name in set_aside(bounds):
-        return
-    if name in ONLY:
-        if not any(value == allowed for allowed in ONLY[name]):
+    allowed: by field None for any value, the values that may stand there, or what says whether one
+    may. bounds: whether wishes how to sample are set aside, whatever their value.
+    """
+    if not isinstance(body, dict):
+        raise ApiError(
+            400,
+            f"the body is no JSON object; found {type(body).__name__}; send {{...}}",
+            code="invalid_json",
+        )
+    if bounds is not None and not bounds.samples:
+        names = (*WISHES, "seed", "top_k", "min_p", "repetition_penalty")
+        allowed = {**allowed, **dict.fromkeys(names)}
+    fields = {name: value for name, value in body.items() if value is not None}
+    for name, value in fields.items():
+        if name not in allowed:
+            close = difflib.get_close_matches(name[:80], allowed, n=1)
+            hint = f"did you mean '{close[0]}'?" if close else "leave it out"
+            raise bad(
+                name[:80],
+                f"'{name[:80]}' is not a field that this server knows; found {shown(value)};"
+                f" {hint}",
+                "unknown_parameter",
+            )
+        fits = allowed[name]
+        if fits is not None and not (fits(value) if callable(fits) else value in fits):
+            instead = "" if callable(fits) else f", or send {fits[0]!r}"
             raise bad(
                 name,
-                f"'{name}' is not supported here; found {shown(value)}; leave it out, or send"
-                f" {ONLY[name][0]!r}",
+                f"'{name}' is not supported here; found {shown(value)}; leave it out{instead}",
                 "unsupported_parameter",
             )
-        return
-    close = difflib.get_close_matches(name[:80], FIELDS[kind], n=1)
-    hint = f"did you mean '{close[0]}'?" if close else "leave it out"
-    raise bad(
-        name[:80],
-        f"'{name[:80]}' is not a field that this server knows; found {shown(value)}; {hint}",
-        "unknown_parameter",
-    )
+    return fields
+
+
+def texts_of(where: str, content: Any, kinds: tuple[str, ...] = ("text",)) -> str:
+    """A text, or parts of text, as one. Raises ApiError."""
+    parts = [{"type": kinds[0], "text": content}] if isinstance(content, str) else content
+    texts = []
+    for part in list_of(where, parts):
+        text = part.get("text") if isinstance(part, dict) and part.get("type") in kinds else None
+        if not isinstance(text, str):
+            raise bad(
+                where,
+                f"'{where}' may be a text or parts of type {kinds[0]}; found {shown(part)}; "
+                f'send {{"type": "{kinds[0]}", "text": ...}}',
+                "unsupported_content",
+            )
+        texts.append(text)
+    return "".join(texts)
 
 
 def _prompts(fields: Mapping[str, Any], most: int) -> tuple[str | tuple[int, ...], ...]:
@@ -418,32 +407,13 @@ def _message(place: int, message: Mapping[str, Any], values: int) -> Mapping[str
             f"{where}.role",
             f'\'{where}\' needs a role; found {shown(message)}; add "role": "user", say',
         )
-    cleaned["content"] = _content(f"{where}.content", cleaned.get("content", ""))
+    cleaned["content"] = texts_of(f"{where}.content", cleaned.get("content", ""))
     if "tool_calls" in cleaned:
         cleaned["tool_calls"] = [
             _tool_call(f"{where}.tool_calls", call, values)
             for call in list_of(where, cleaned["tool_calls"])
         ]
     return cleaned
-
-
-def _content(where: str, content: Any) -> str:
-    parts = [{"type": "text", "text": content}] if isinstance(content, str) else content
-    texts = []
-    for part in list_of(where, parts):
-        if (
-            not isinstance(part, dict)
-            or part.get("type") != "text"
-            or not isinstance(part.get("text"), str)
-        ):
-            raise bad(
-                where,
-                f"'{where}' may be a text or parts of type text; found {shown(part)}; "
-                f'send {{"type": "text", "text": ...}}',
-                "unsupported_content",
-            )
-        texts.append(part["text"])
-    return "".join(texts)
 
 
 def _tool_call(where: str, call: Any, values: int) -> Any:

@@ -1,15 +1,15 @@
-"""The rollout rows of calls, as Arrow: the columns of any rollout, who asked for it, and the
-stream that they are appended to."""
+"""The rollout rows of calls, as Arrow: the columns of any rollout, who asked for it, the stream
+that they are appended to, and whole conversations made of them."""
 
 from __future__ import annotations
 
 import fcntl
 import json
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pyarrow as pa
@@ -17,10 +17,13 @@ import pyarrow.compute as pc
 import xxhash
 
 from dataflow import records
-from dataflow.errors import RunError
-from dataflow.records import GROUP_ID, ROLLOUT_ID, Columns, schema
+from dataflow.errors import RecordError, RunError
+from dataflow.records import ERROR, GROUP_ID, ROLLOUT_ID, Columns, schema
 from dataflow.system.files import disk
 from dataflow.tokens.rollout_tokens import RolloutTokens
+
+if TYPE_CHECKING:
+    from operators.serving.calls import CallPrompt, ServedCall
 
 SESSION_ID = "session_id"
 REQUEST_ID = "request_id"
@@ -47,41 +50,6 @@ SERVING_COLUMNS: Columns = {
 COLUMNS: Columns = {**records.PROMPT_COLUMNS, **records.ROLLOUT_COLUMNS, **SERVING_COLUMNS}
 
 
-@dataclass(frozen=True, kw_only=True)
-class CallGroup:
-    """What the rollouts of one prompt of one call have in common."""
-
-    group_id: int
-    size: int
-    prompt: str
-    """Text, or chat messages as JSON."""
-    prompt_tokens: Sequence[int]
-    session: str | None
-    request_id: str
-    created_ms: int
-    """Since 1970, UTC."""
-    model: str
-    parent: int | None
-    reused: int
-    seeds: Sequence[int]
-    parameters: dict[str, Any]
-
-    def rollout_id(self, position: int) -> int:
-        """Of the rollout at this position, as in every run folder."""
-        return self.group_id * self.size + position
-
-
-@dataclass(frozen=True, kw_only=True)
-class Completion:
-    """What the model wrote in one of them."""
-
-    text: str
-    tokens: RolloutTokens
-    finish_reason: str
-    """stop, length or error."""
-    error: str | None = None
-
-
 class GroupIds:
     """Hands out group ids so that `group_id * size + position` names one rollout only, whatever the
     sizes.
@@ -98,31 +66,37 @@ class GroupIds:
         return group
 
 
-def rows_of(group: CallGroup, completions: Sequence[Completion]) -> pa.RecordBatch:
-    """One row for each rollout of the group, with COLUMNS."""
-    size, prompt = group.size, RolloutTokens.given(np.array(group.prompt_tokens))
-    rollouts = [RolloutTokens.joined([prompt, completion.tokens]) for completion in completions]
+def rows_of(call: ServedCall, part: CallPrompt) -> pa.RecordBatch:
+    """One row for each rollout of a prompt, with COLUMNS."""
+    choices, prompt, request = part.choices, part.prompt, call.request
+    size, given = len(choices), RolloutTokens.given(np.array(prompt.tokens))
+    rollouts = [RolloutTokens.joined([given, choice.tokens]) for choice in choices]
     offsets = np.concatenate([[0], np.cumsum([len(tokens) for tokens in rollouts])])
-    columns: dict[str, Any] = RolloutTokens.joined(rollouts).columns(offsets) | {
-        records.GROUP_ID: [group.group_id] * size,
-        records.PROMPT_ID: [prompt_id(group.prompt)] * size,
-        records.PROMPT: [group.prompt] * size,
-        records.GROUP_SIZE: [size] * size,
-        records.MIN_VERSION: [0] * size,
-        records.ROUND_SIZE: [0] * size,
-        records.ROLLOUT_ID: [group.rollout_id(position) for position in range(size)],
+    reasons = [choice.finish_reason or "error" for choice in choices]
+    shared = {
+        records.GROUP_ID: part.group_id,
+        records.PROMPT_ID: prompt_id(prompt.shown),
+        records.PROMPT: prompt.shown,
+        records.GROUP_SIZE: size,
+        records.MIN_VERSION: 0,
+        records.ROUND_SIZE: 0,
+        SESSION_ID: call.session,
+        REQUEST_ID: call.request_id,
+        CREATED: call.created_ms,
+        MODEL: request.model,
+        PARENT_ROLLOUT_ID: prompt.parent,
+        REUSED_TOKENS: prompt.reused,
+        PARAMETERS: json.dumps(request.parameters, ensure_ascii=False),
+    }
+    columns: dict[str, Any] = {
+        **{name: [value] * size for name, value in shared.items()},
+        **RolloutTokens.joined(rollouts).columns(offsets),
+        records.ROLLOUT_ID: [part.rollout_id(position) for position in range(size)],
         records.POSITION: list(range(size)),
-        records.COMPLETION: [completion.text for completion in completions],
-        records.FINISH_REASON: [completion.finish_reason for completion in completions],
-        records.ERROR: [completion.error for completion in completions],
-        SESSION_ID: [group.session] * size,
-        REQUEST_ID: [group.request_id] * size,
-        CREATED: [group.created_ms] * size,
-        MODEL: [group.model] * size,
-        PARENT_ROLLOUT_ID: [group.parent] * size,
-        REUSED_TOKENS: [group.reused] * size,
-        SEED: list(group.seeds),
-        PARAMETERS: [json.dumps(group.parameters, ensure_ascii=False)] * size,
+        records.COMPLETION: [choice.transcript.text for choice in choices],
+        records.FINISH_REASON: ["stop" if why == "tool_calls" else why for why in reasons],
+        records.ERROR: [choice.error for choice in choices],
+        SEED: list(part.seeds),
     }
     return pa.record_batch(
         [pa.array(columns[name], kind) for name, kind in COLUMNS.items()], records.schema(COLUMNS)
@@ -239,3 +213,78 @@ def _batches(source: pa.NativeFile, path: Path) -> Iterator[tuple[pa.RecordBatch
         except (StopIteration, OSError, pa.ArrowInvalid):
             return
         yield pa.ipc.read_record_batch(message, expected), source.tell()
+
+
+def conversations(rows: pa.Table) -> pa.Table:
+    """One row for each call that no other goes on from, with what the model wrote in the calls
+    before it.
+
+    Its tokens are the call's own, which begin with those of its parent; mask, logprobs and versions
+    of that beginning are the parent's, and so on back. Where several calls go on from one, the
+    first has what was written before them, so that every token is chosen once. A call that failed
+    is passed over, as are the tokens of parents that `rows` lacks. Columns as in `COLUMNS`.
+
+    Raises:
+        RecordError: tokens that should be the parent's are not.
+    """
+    good = rows.filter(rows.column(ERROR).is_null()).combine_chunks()
+    if not good.num_rows:
+        return pa.Table.from_pylist([], schema(COLUMNS))
+    tokens, offsets = RolloutTokens.of_rows(good)
+    names = (ROLLOUT_ID, PARENT_ROLLOUT_ID, REUSED_TOKENS)
+    numbers, parents, reused = (good.column(name).to_pylist() for name in names)
+    calls = {
+        number: _Call(parents[at], reused[at], tokens[offsets[at] : offsets[at + 1]])
+        for at, number in enumerate(numbers)
+    }
+    continued, used = {call.parent for call in calls.values()}, set[int]()
+    ends = [at for at, number in enumerate(numbers) if number not in continued]
+    merged = [_merged(numbers[at], calls, used) for at in ends]
+    columns = RolloutTokens.joined(merged).columns(
+        np.r_[0, np.cumsum([len(tokens) for tokens in merged])]
+    )
+    leaves = good.take(pa.array(ends, pa.int64()))
+    return pa.table(
+        {name: columns.get(name, leaves.column(name)) for name in COLUMNS}, schema(COLUMNS)
+    )
+
+
+@dataclass(frozen=True)
+class _Call:
+    """A call's row: its tokens."""
+
+    parent: int | None
+    reused: int
+    """Tokens that are its parent's."""
+    tokens: RolloutTokens
+
+
+def _merged(number: int, calls: Mapping[int, _Call], used: set[int]) -> RolloutTokens:
+    """The tokens of a call, with what was chosen in those before it."""
+    own = call = calls[number]
+    mask, logprobs, versions = (
+        own.tokens.mask.copy(),
+        own.tokens.logprobs.copy(),
+        own.tokens.versions.copy(),
+    )
+    at, shared = number, len(own.tokens)
+    while at not in used:
+        used.add(at)
+        if call.parent is None or call.parent not in calls:
+            break
+        shared = min(shared, call.reused)
+        at, call = call.parent, calls[call.parent]
+        before = call.tokens[:shared]
+        if not np.array_equal(before.ids, own.tokens.ids[:shared]):
+            raise RecordError(
+                f"rollout {number} should begin with {shared} tokens of rollout {at}; found others;"
+                " give the rows of one file"
+            )
+        if at not in used:
+            chosen = np.flatnonzero(before.mask)
+            mask[chosen], logprobs[chosen], versions[chosen] = (
+                True,
+                before.logprobs[chosen],
+                before.versions[chosen],
+            )
+    return RolloutTokens(own.tokens.ids, mask, logprobs, versions)

@@ -22,7 +22,7 @@ import structlog
 
 from dataflow.errors import DeadlineError, GraphError, RunError
 from dataflow.tokens.rollout_tokens import RolloutTokens
-from operators.engine.interface import ABORTED, BROKEN, DecodingEngine
+from operators.engine.interface import ABORTED, BROKEN, DecodingEngine, PromptStart
 from operators.serving.work import News, Work
 
 if TYPE_CHECKING:
@@ -62,7 +62,6 @@ class EngineThread:
     def __init__(
         self,
         engine: DecodingEngine,
-        make_start: Callable[..., Any],
         *,
         most_waiting: int = 256,
         prefill_tokens: int = 4096,
@@ -73,7 +72,6 @@ class EngineThread:
         """Take over an engine, which nothing else may call from now on.
 
         Args:
-            make_start: `operators.engine.interface.PromptStart`.
             most_waiting: prompts that wait to be started; more are refused.
             prefill_tokens: prompt tokens after which no more prompts start in the same step.
             stream_s: seconds between two looks at the rollouts that stream, at least; 0: after
@@ -81,7 +79,7 @@ class EngineThread:
         """
         self.engine = engine
         self.failure: str | None = None
-        self._make_start, self._clock = make_start, clock
+        self._clock = clock
         self._most_waiting, self._prefill_tokens = most_waiting, prefill_tokens
         self._stream_s, self._idle_s = stream_s, idle_s
         self._inbox: queue.SimpleQueue[Work | tuple[Work, str] | _Update | None] = (
@@ -256,11 +254,11 @@ class EngineThread:
                     work, News(work.tickets[ticket], tokens, alternatives=likeliest[: len(tokens)])
                 )
 
-    def _starts(self) -> list[Any]:
+    def _starts(self) -> list[PromptStart]:
         """Waiting prompts that start in the next step, in the order of their arrival, as far as
         they fit.
         """
-        starts: list[Any] = []
+        starts: list[PromptStart] = []
         tokens, free, pages = 0, self.engine.free, self.engine.spare_pages
         while self._waiting and free > 0 and tokens < self._prefill_tokens:
             work = self._waiting[0]
@@ -273,7 +271,7 @@ class EngineThread:
             starts.append(self._begin(work, count))
         return starts
 
-    def _begin(self, work: Work, count: int) -> Any:
+    def _begin(self, work: Work, count: int) -> PromptStart:
         tickets = range(self._next_ticket, self._next_ticket + count)
         self._next_ticket += count
         first = work.begun
@@ -284,7 +282,7 @@ class EngineThread:
         if work.begun == len(work.seeds):
             self._waiting.popleft()
             self._count(-1)
-        return self._make_start(
+        return PromptStart(
             prompt=work.prompt,
             limit=work.limit,
             tickets=tickets,
@@ -423,9 +421,8 @@ def make_service(
         most_waiting: prompts that may wait for a slot; more are refused with 429.
         stream_s: seconds between two looks at the rollouts that stream.
         chat_template: instead of the tokenizer's own.
-        knobs: of `Service`: vocabulary, call_timeout_s, exchanges.
+        knobs: of `Service`: vocabulary, call_timeout_s, most_turns.
     """
-    from operators.engine.interface import PromptStart
     from operators.engine.sampler import Sampling
     from operators.engine.stop_strings import StopCache
     from operators.serving.service import Service
@@ -434,7 +431,7 @@ def make_service(
     if chat_template is not None:
         tokenizer.chat_template = chat_template
     return Service(
-        EngineThread(built.engine, PromptStart, most_waiting=most_waiting, stream_s=stream_s),
+        EngineThread(built.engine, most_waiting=most_waiting, stream_s=stream_s),
         tokenizer,
         model=model,
         ends=built.ends,

@@ -26,12 +26,12 @@ from operators.chat.chat_template import ChatTemplate, ids_behind, mixed_stop
 from operators.chat.conversation import Past
 from operators.chat.tool_calls import call_opening, format_of
 from operators.engine.interface import ABORTED
-from operators.serving.calls import AskedPrompt, CallPrompt, Choice, ServedCall
-from operators.serving.errors import ApiError, Bounds, Budget, bad, too_long
+from operators.serving.calls import CallPrompt, Choice, ServedCall
+from operators.serving.errors import CALL_TIMEOUT_S, ApiError, Bounds, Budget, bad, too_long
 from operators.serving.requests import Request
-from operators.serving.rows import CallGroup, GroupIds, rows_of
+from operators.serving.rows import GroupIds, rows_of
 from operators.serving.serve import Overloaded
-from operators.serving.sessions import Encoded, Exchanges, Sessions, encode
+from operators.serving.sessions import Prompt, TurnStore, chat_prompt, text_prompt
 from operators.serving.text import Transcript, Vocabulary
 from operators.serving.work import Draws, News, Work
 
@@ -59,8 +59,8 @@ class Service:
         on_rollout: Sequence[OnRollout] = (),
         numbers: GroupIds | None = None,
         vocabulary: int | None = None,
-        call_timeout_s: float = 600.0,
-        exchanges: int = 1024,
+        call_timeout_s: float = CALL_TIMEOUT_S,
+        most_turns: int = 1024,
         past: Past = "sampled",
         bounds: Bounds | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
@@ -76,7 +76,7 @@ class Service:
             numbers: hands out group ids; a `RolloutFile` knows which are free.
             vocabulary: tokens that the model knows; None: those of the tokenizer.
             call_timeout_s: a call that takes longer is ended, and recorded with an error.
-            exchanges: how many earlier exchanges a prompt may go on from.
+            most_turns: how many earlier turns a prompt may go on from.
             past: what becomes of turns that the chat template writes otherwise once they are past.
             bounds: what a call may ask for.
             chat_template_kwargs: options of the chat template, where a call does not say others.
@@ -89,20 +89,20 @@ class Service:
         self.recorded = 0
         self._make_sampling, self._make_stop = make_sampling, make_stop
         self._on_rollout, self._numbers = tuple(on_rollout), numbers or GroupIds()
-        self._exchanges = Exchanges(exchanges)
+        self._turns, self._past = TurnStore(most_turns), past
         self._log = structlog.get_logger()
         options = chat_template_kwargs or {}
         self._template = ChatTemplate(tokenizer, **options) if tokenizer.chat_template else None
-        self._sessions = self._sessions_of(tokenizer, options, past, exchanges)
-        self._turn_stops = () if self._sessions is None else self._sessions.form.stops
+        self._form = self._form_of(tokenizer, options)
+        self._turn_stops = () if self._form is None else self._form.stops
         """Texts that end a turn in the chat template, where no token does."""
-        self._turn_ends = tuple(() if self._sessions is None else self._sessions.form.ends - ends)
+        self._turn_ends = tuple(() if self._form is None else self._form.ends - ends)
         """Tokens that end one, and at which the engine does not end any rollout."""
         self._ends = ends.union(self._turn_ends)
-        self.calls = None if self._sessions is None else format_of(self._sessions.form)
+        self.calls = None if self._form is None else format_of(self._form)
         """How the model writes calls of tools; None where that is not known."""
-        if self._sessions is not None and self.calls is not None:
-            self.vocabulary.show(self._sessions.form.calls or "")
+        if self._form is not None and self.calls is not None:
+            self.vocabulary.show(self._form.calls or "")
         self._calls: weakref.WeakSet[ServedCall] = weakref.WeakSet()
         self._tokens = vocabulary or len(tokenizer)
 
@@ -130,13 +130,19 @@ class Service:
         except ValueError as error:
             raise ApiError(400, str(error), code="invalid_value") from error
         stop = self._stops_of(request)
-        request_id = f"{'chatcmpl' if request.kind == 'chat' else 'cmpl'}-{secrets.token_hex(12)}"
-        parts = []
-        for place, prompt in enumerate(self._encoded(request, session)):
-            parts.append(self._part(request, place, prompt, session, request_id))
-        call = ServedCall(request, parts, self._ends, self._over)
+        kind = "chatcmpl" if request.kind == "chat" else "cmpl"
+        prompts = self._prompts(request, session)
+        call = ServedCall(
+            request=request,
+            session=session,
+            request_id=f"{kind}-{secrets.token_hex(12)}",
+            created_ms=time.time_ns() // 1_000_000,
+            parts=[self._part(request, place, prompt) for place, prompt in enumerate(prompts)],
+            ends=self._ends,
+            finished=self._over,
+        )
         self._check_room(call)
-        works = [self._work(call, part, sampling, stop) for part in parts]
+        works = [self._work(call, part, sampling, stop) for part in call.parts]
         with _refused():
             self.thread.submit(works)
         self._calls.add(call)
@@ -172,10 +178,8 @@ class Service:
             )
 
     def forget(self, session: str) -> None:
-        """Forget a session's exchanges; later calls start afresh."""
-        self._exchanges.forget(session)
-        if self._sessions is not None:
-            self._sessions.forget(session)
+        """Forget a session's turns; later calls start afresh."""
+        self._turns.forget(session)
 
     def end(self, call: ServedCall, why: str) -> None:
         """Cancel the rest of a call; its rows say why."""
@@ -190,59 +194,58 @@ class Service:
 
     def count(self, request: Request, session: str | None) -> int:
         """How many tokens a call's prompts have. Raises ApiError."""
-        return sum(len(prompt.encoded.tokens) for prompt in self._encoded(request, session))
+        return sum(len(prompt.tokens) for prompt in self._prompts(request, session))
 
-    def _sessions_of(
-        self, tokenizer: Any, options: Mapping[str, Any], past: Past, most: int
-    ) -> Sessions | None:
+    def _form_of(self, tokenizer: Any, options: Mapping[str, Any]) -> ChatFormat | None:
         """None where the chat template has no recognisable delimiters: its chats continue by their
         text.
         """
         try:
-            return Sessions(ChatFormat(tokenizer, **options), past=past, most=most)
+            return ChatFormat(tokenizer, **options)
         except ChatError as error:
             self._log.info("conversations go on by their text", why=str(error))
             return None
 
-    def _encoded(self, request: Request, session: str | None) -> list[AskedPrompt]:
-        """Of each prompt: how it is recorded, its text, its tokens."""
+    def _prompts(self, request: Request, session: str | None) -> list[Prompt]:
+        """As tokens, which go on with those of earlier turns. Raises ApiError."""
         if request.kind == "chat":
-            beginning = ({"role": "assistant", "content": request.begun},) if request.begun else ()
-            shown = json.dumps([*request.messages, *beginning], ensure_ascii=False)
-            self._check_size("messages", shown)
-            self._check_size("tools", json.dumps(request.tools))
-            text = self._rendered(request)
-            self._check_size("messages", text)
-            begun = self._begun(request.must_call)
-            if self._sessions is None:
-                encoded = encode(self.vocabulary, self._exchanges, text, session=session, chat=True)
-                return [AskedPrompt(shown, text, encoded)]
-            try:
-                conversation, encoded = self._sessions.begin(
-                    session,
-                    request.messages,
-                    request.tools,
-                    options=request.options,
-                    begins=request.begun,
-                )
-            except ChatError as error:
-                raise bad("messages", str(error)) from error
-            encoded = replace(encoded, tokens=(*encoded.tokens, *begun))
-            return [AskedPrompt(shown, None, encoded, conversation, begun)]
-        asked_prompts = []
+            return [self._chat_prompt(request, session)]
+        prompts = []
         for prompt in request.prompts:
             if isinstance(prompt, str):
                 self._check_size("prompt", prompt)
-                encoded = encode(
-                    self.vocabulary, self._exchanges, prompt, session=session, chat=False
+                prompts.append(
+                    text_prompt(self.vocabulary, self._turns, prompt, session=session, chat=False)
                 )
-                asked_prompts.append(AskedPrompt(prompt, prompt, encoded))
             else:
                 self._check_tokens("prompt", prompt)
-                asked_prompts.append(
-                    AskedPrompt(self.vocabulary.decode(prompt, special=True), None, Encoded(prompt))
-                )
-        return asked_prompts
+                prompts.append(Prompt(prompt, self.vocabulary.decode(prompt, special=True)))
+        return prompts
+
+    def _chat_prompt(self, request: Request, session: str | None) -> Prompt:
+        beginning = ({"role": "assistant", "content": request.begun},) if request.begun else ()
+        shown = json.dumps([*request.messages, *beginning], ensure_ascii=False)
+        self._check_size("messages", shown)
+        self._check_size("tools", json.dumps(request.tools))
+        text = self._rendered(request)
+        self._check_size("messages", text)
+        begun = self._begun(request.must_call)
+        if self._form is None:
+            prompt = text_prompt(self.vocabulary, self._turns, text, session=session, chat=True)
+            return replace(prompt, shown=shown)
+        try:
+            prompt = chat_prompt(
+                self._form.given(request.options),
+                self._turns,
+                request.messages,
+                request.tools,
+                session=session,
+                past=self._past,
+                begins=request.begun,
+            )
+        except ChatError as error:
+            raise bad("messages", str(error)) from error
+        return replace(prompt, shown=shown, tokens=(*prompt.tokens, *begun), begun=begun)
 
     def _begun(self, must_call: Sequence[str]) -> tuple[int, ...]:
         """Tokens that a turn is made to begin with in which one of these tools has to be called.
@@ -251,14 +254,10 @@ class Service:
         if not must_call:
             return ()
         try:
-            if self._sessions is None:
+            if self._form is None:
                 why = "no call can be forced with this chat template; its delimiters were not found"
                 raise ChatError(f'{why}; send tool_choice="auto"')
-            return tuple(
-                ids_behind(
-                    self._sessions.form.tokenizer, call_opening(self._sessions.form, must_call)
-                )
-            )
+            return tuple(ids_behind(self._form.tokenizer, call_opening(self._form, must_call)))
         except ChatError as error:
             raise bad("tool_choice", str(error), "unsupported_parameter") from error
 
@@ -304,48 +303,30 @@ class Service:
             )
         return template.headed(text, request.begun) + request.begun
 
-    def _part(
-        self,
-        request: Request,
-        place: int,
-        prompt: AskedPrompt,
-        session: str | None,
-        request_id: str,
-    ) -> CallPrompt:
-        encoded = prompt.encoded
-        if not encoded.tokens:
+    def _part(self, request: Request, place: int, prompt: Prompt) -> CallPrompt:
+        param = "messages" if request.kind == "chat" else "prompt"
+        if not prompt.tokens:
             raise bad(
-                "messages" if request.kind == "chat" else "prompt",
-                "the prompt is empty: the tokenizer made 0 tokens of it; give it a text",
+                param, "the prompt is empty: the tokenizer made 0 tokens of it; give it a text"
             )
-        self._check_tokens("messages" if request.kind == "chat" else "prompt", encoded.tokens)
-        group = CallGroup(
-            group_id=self._numbers.take(request.n),
-            size=request.n,
-            prompt=prompt.shown,
-            prompt_tokens=encoded.tokens,
-            session=session,
-            request_id=request_id,
-            created_ms=time.time_ns() // 1_000_000,
-            model=request.model,
-            parent=encoded.parent,
-            reused=encoded.reused,
-            seeds=[_seed(request.seed, place, position) for position in range(request.n)],
-            parameters=request.parameters,
-        )
-        first = place * request.n
-        reads = self.calls if request.tools else None
+        self._check_tokens(param, prompt.tokens)
+        first, reads = place * request.n, self.calls if request.tools else None
         choices = [
             Choice(
                 first + i,
                 Transcript(self.vocabulary, request.stop, prompt.begun, self._turn_stops),
                 calls=reads,
                 tools=request.tools,
-                first_call=_first_call(encoded.tokens, first + i),
+                first_call=_first_call(prompt.tokens, first + i),
             )
             for i in range(request.n)
         ]
-        return CallPrompt(group, choices, prompt.text, prompt.conversation, prompt.begun)
+        return CallPrompt(
+            group_id=self._numbers.take(request.n),
+            prompt=prompt,
+            seeds=[_seed(request.seed, place, position) for position in range(request.n)],
+            choices=choices,
+        )
 
     def _check_room(self, call: ServedCall) -> None:
         """Refuse a call that the context has no room for; it is recorded, as any rollout that came
@@ -353,7 +334,7 @@ class Service:
         """
         room = self.thread.engine.context_tokens
         for part in call.parts:
-            size, most_new = len(part.group.prompt_tokens), call.request.max_tokens or 1
+            size, most_new = len(part.prompt.tokens), call.request.max_tokens or 1
             if size + most_new > room:
                 error = too_long(
                     f"the prompt is too long: it has {size} tokens and {most_new} are to be"
@@ -362,7 +343,7 @@ class Service:
                     "messages" if call.request.kind == "chat" else "prompt",
                 )
                 for call_part in call.parts:
-                    for position in range(call_part.group.size):
+                    for position in range(len(call_part.choices)):
                         call.hear(
                             call_part,
                             News(position, RolloutTokens.joined(()), ABORTED, error.message),
@@ -375,13 +356,13 @@ class Service:
         def tell(news: News) -> None:
             post(call.hear, part, news)
 
-        size = len(part.group.prompt_tokens)
+        size = len(part.prompt.tokens)
         room = self.thread.engine.context_tokens
         part.work = Work(
-            prompt=np.asarray(part.group.prompt_tokens, np.int64),
+            prompt=np.asarray(part.prompt.tokens, np.int64),
             limit=room if call.request.max_tokens is None else size + call.request.max_tokens,
-            seeds=part.group.seeds,
-            session=part.group.session,
+            seeds=part.seeds,
+            session=call.session,
             most=call.request.max_tokens,
             sampling=sampling,
             stop=stop,
@@ -391,22 +372,19 @@ class Service:
         )
         return part.work
 
-    def _over(self, part: CallPrompt) -> None:
+    def _over(self, call: ServedCall, part: CallPrompt) -> None:
         """All rollouts of a prompt have ended: record them, and remember what may be gone on
         from.
         """
-        for exchange in part.exchanges(self.vocabulary, self._ends):
-            self._exchanges.add(exchange)
-        if self._sessions is not None:
-            for rollout_id, conversation, ids in part.continued():
-                self._sessions.add(part.group.session, conversation, ids, rollout_id)
-        rows = rows_of(part.group, [choice.completion for choice in part.choices])
+        for turn in call.turns(part, self.vocabulary):
+            self._turns.add(turn)
+        rows = rows_of(call, part)
         self.recorded += rows.num_rows
         for hear in self._on_rollout:
             try:
                 hear(rows)
             except Exception:
-                self._log.exception("rollouts could not be recorded", request=part.group.request_id)
+                self._log.exception("rollouts could not be recorded", request=call.request_id)
                 raise
 
 

@@ -49,8 +49,8 @@ CHAT = (
     Law(
         "a continued chat keeps the sampled ids",
         "test_a_call_is_parsed_and_its_result_goes_on_with_the_ids_that_were_drawn",
-        "operators:Sessions.begin",
-        instead("found, count = None, 0", "_latest"),
+        "operators.serving:chat_prompt",
+        without("turns", "get"),
         "the known conversation's ids",
     ),
     Law(

@@ -10,25 +10,24 @@ from serving_rig import END, ScriptedEngine, byte_tokenizer, service_of
 from starlette.testclient import TestClient
 
 from operators.serving.app import make_app
-from operators.serving.conversations import conversations
-from operators.serving.rows import COLUMNS
-from operators.serving.sessions import Exchanges, ServedExchange, encode
+from operators.serving.rows import COLUMNS, conversations
+from operators.serving.sessions import KnownTurn, TurnStore, text_prompt
 from operators.serving.text import Vocabulary
 
 
-def exchange(text, tokens, session="s", end=None, number=0):
-    return ServedExchange(session=session, text=text, tokens=tokens, end=end, rollout_id=number)
+def turn(text, tokens, session="s", end=None, number=0):
+    return KnownTurn(session=session, key=text, tokens=tokens, end=end, rollout_id=number)
 
 
-def encoded(tokenizer, exchanges, text, session="s"):
-    return encode(Vocabulary(tokenizer), exchanges, text, session=session, chat=True)
+def encoded(tokenizer, turns, text, session="s"):
+    return text_prompt(Vocabulary(tokenizer), turns, text, session=session, chat=True)
 
 
 def test_tokens_are_reused_where_tokenising_would_merge_across_turns(tokenizer):
     ids = dict(tokenizer.get_vocab())
-    exchanges = Exchanges()
-    exchanges.add(exchange("xhell", (ids["x"], ids["hell"]), number=9))
-    found = encoded(tokenizer, exchanges, "xhello")
+    turns = TurnStore()
+    turns.add(turn("xhell", (ids["x"], ids["hell"]), number=9))
+    found = encoded(tokenizer, turns, "xhello")
     assert found.tokens == (ids["x"], ids["hell"], ids["o"])
     assert (found.parent, found.reused) == (9, 2)
     assert tuple(tokenizer("xhello")["input_ids"]) == (ids["x"], ids["hello"])
@@ -36,43 +35,55 @@ def test_tokens_are_reused_where_tokenising_would_merge_across_turns(tokenizer):
 
 def test_the_end_token_that_was_written_is_reused_with_it(tokenizer):
     ids = dict(tokenizer.get_vocab())
-    exchanges = Exchanges()
-    exchanges.add(exchange("a", (ids["a"],), end=(END, "<|im_end|>")))
-    assert encoded(tokenizer, exchanges, "a<|im_end|>b").tokens == (ids["a"], END, ids["b"])
-    assert encoded(tokenizer, exchanges, "a<|im_end|>b").reused == 2
-    assert encoded(tokenizer, exchanges, "ab").reused == 1
+    turns = TurnStore()
+    turns.add(turn("a", (ids["a"],), end=(END, "<|im_end|>")))
+    assert encoded(tokenizer, turns, "a<|im_end|>b").tokens == (ids["a"], END, ids["b"])
+    assert encoded(tokenizer, turns, "a<|im_end|>b").reused == 2
+    assert encoded(tokenizer, turns, "ab").reused == 1
 
 
-def test_the_longest_exchange_of_the_same_session_is_gone_on_from(tokenizer):
+def test_the_longest_turn_of_the_same_session_is_gone_on_from(tokenizer):
     ids = dict(tokenizer.get_vocab())
     x, y = ids["x"], ids["y"]
-    exchanges = Exchanges()
-    exchanges.add(exchange("x", (x,), number=1))
-    exchanges.add(exchange("xy", (x, y), number=2))
-    exchanges.add(exchange("xyx", (x, y, x), number=3, session="other"))
-    assert encoded(tokenizer, exchanges, "xyxy").parent == 2
-    assert encoded(tokenizer, exchanges, "xxx").parent == 1
-    assert encoded(tokenizer, exchanges, "yx").parent is None
-    assert encoded(tokenizer, exchanges, "xyxy", session=None).parent is None
+    turns = TurnStore()
+    turns.add(turn("x", (x,), number=1))
+    turns.add(turn("xy", (x, y), number=2))
+    turns.add(turn("xyx", (x, y, x), number=3, session="other"))
+    assert encoded(tokenizer, turns, "xyxy").parent == 2
+    assert encoded(tokenizer, turns, "xxx").parent == 1
+    assert encoded(tokenizer, turns, "yx").parent is None
+    assert encoded(tokenizer, turns, "xyxy", session=None).parent is None
 
 
-def test_exchanges_that_spell_something_else_are_passed_over(tokenizer):
-    exchanges = Exchanges()
-    exchanges.add(exchange("hell", (5, 6, 7)))
-    found = encoded(tokenizer, exchanges, "hello")
+def test_turns_that_spell_something_else_are_passed_over(tokenizer):
+    turns = TurnStore()
+    turns.add(turn("hell", (5, 6, 7)))
+    found = encoded(tokenizer, turns, "hello")
     assert found.parent is None and found.tokens == tuple(tokenizer("hello")["input_ids"])
 
 
-def test_only_the_latest_exchanges_are_kept(tokenizer):
-    exchanges = Exchanges(most=2)
+def test_only_the_latest_turns_are_kept(tokenizer):
+    turns = TurnStore(most=2)
     for number, text in enumerate(("a", "b", "c")):
-        exchanges.add(exchange(text, (number,), number=number))
-        exchanges.find("s", "a...")
-    assert [exchanges.find("s", text) is not None for text in ("a", "b", "c")] == [
+        turns.add(turn(text, (number,), number=number))
+        turns.find("s", "a...")
+    assert [turns.find("s", text) is not None for text in ("a", "b", "c")] == [
         True,
         False,
         True,
     ]
+
+
+def test_turns_of_text_and_of_messages_share_the_room_that_there_is(monkeypatch):
+    monkeypatch.setattr("operators.serving.sessions.MOST_SIZE", 12)
+    turns = TurnStore()
+    turns.add(turn("abc", (1, 2, 3), number=1))
+    turns.add(turn(b"key", (1, 2, 3), number=2))
+    assert turns.find("s", "abc...").rollout_id == 1 and turns.get("s", b"key").rollout_id == 2
+    turns.find("s", "abc")
+    turns.add(turn("ab", (1,), number=3))
+    assert turns.get("s", b"key") is None, "it was used longest ago"
+    assert turns.find("s", "abc...").rollout_id == 1 and turns.find("s", "ab").rollout_id == 3
 
 
 @pytest.mark.parametrize("kind", ["bytes", "fallback"])
@@ -142,15 +153,15 @@ def test_siblings_may_each_be_gone_on_from(tokenizer):
     assert [texts[parent] for parent in parents] == ["x", "y"]
 
 
-def test_a_session_that_is_forgotten_takes_its_exchanges_and_no_others_along():
-    exchanges = Exchanges(most=4)
+def test_a_session_that_is_forgotten_takes_its_turns_and_no_others_along():
+    turns = TurnStore(most=4)
     for number, (session, text) in enumerate(
         (("s", "a"), ("other", "a"), ("s", "ab"), (None, "a"), ("s", "a"))
     ):
-        exchanges.add(exchange(text, (number,), session=session, number=number))
+        turns.add(turn(text, (number,), session=session, number=number))
     for session in ("s", "s", "unknown"):
-        exchanges.forget(session)
-    assert exchanges.find("s", "abc") is None
-    assert [exchanges.find(session, "abc").rollout_id for session in ("other", None)] == [1, 3]
-    exchanges.add(exchange("ab", (9,), session="s", number=9))
-    assert exchanges.find("s", "abc").rollout_id == 9
+        turns.forget(session)
+    assert turns.find("s", "abc") is None
+    assert [turns.find(session, "abc").rollout_id for session in ("other", None)] == [1, 3]
+    turns.add(turn("ab", (9,), session="s", number=9))
+    assert turns.find("s", "abc").rollout_id == 9

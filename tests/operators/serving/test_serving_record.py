@@ -3,42 +3,49 @@
 import numpy as np
 import pyarrow as pa
 import pytest
+from serving_rig import byte_tokenizer
 
 from dataflow.errors import RecordError, RunError
 from dataflow.tokens.rollout_tokens import RolloutTokens
-from operators.serving.conversations import conversations
+from operators.serving.calls import CallPrompt, Choice, ServedCall
+from operators.serving.requests import parse
 from operators.serving.rows import (
     COLUMNS,
-    CallGroup,
-    Completion,
     GroupIds,
     RolloutLog,
+    conversations,
     read_rollouts,
     rows_of,
 )
+from operators.serving.sessions import Prompt
+from operators.serving.text import Transcript, Vocabulary
 
 
-def group(number=0, size=2, prompt=(3, 4), parent=None, reused=0):
-    return CallGroup(
+def call(choices, number=0, prompt=(3, 4), parent=None, reused=0):
+    """A call of one prompt with these choices, and that prompt."""
+    part = CallPrompt(
         group_id=number,
-        size=size,
-        prompt="hi",
-        prompt_tokens=prompt,
+        prompt=Prompt(prompt, "hi", parent=parent, reused=reused),
+        seeds=list(range(len(choices))),
+        choices=choices,
+    )
+    served = ServedCall(
+        request=parse("completion", {"model": "tiny", "prompt": "hi", "temperature": 0.5}),
         session="s",
         request_id=f"r{number}",
         created_ms=1_700_000_000_000,
-        model="tiny",
-        parent=parent,
-        reused=reused,
-        seeds=list(range(size)),
-        parameters={"temperature": 0.5},
+        parts=[part],
+        ends=frozenset(),
+        finished=lambda call, part: None,
     )
+    return served, part
 
 
 def ended(tokens, version=1, error=None):
     count = len(tokens)
-    return Completion(
-        text="x" * count,
+    return Choice(
+        0,
+        Transcript(Vocabulary(byte_tokenizer())),
         tokens=RolloutTokens.drawn(tokens, np.full(count, -0.25), np.full(count, version)),
         finish_reason="error" if error else "stop",
         error=error,
@@ -46,11 +53,11 @@ def ended(tokens, version=1, error=None):
 
 
 def batch(number=0, tokens=((5,), (6, 7)), **knobs):
-    return rows_of(group(number, len(tokens), **knobs), [ended(one) for one in tokens])
+    return rows_of(*call([ended(one) for one in tokens], number, **knobs))
 
 
 def test_a_row_has_prompt_and_completion_end_to_end():
-    rows = rows_of(group(3), [ended([5, 6]), ended([], error="gone")]).to_pylist()
+    rows = rows_of(*call([ended([5, 6]), ended([], error="gone")], 3)).to_pylist()
     assert rows[0]["tokens"] == [3, 4, 5, 6] and rows[1]["tokens"] == [3, 4]
     assert rows[0]["mask"] == [False, False, True, True]
     assert rows[0]["logprobs"] == [0.0, 0.0, -0.25, -0.25] and rows[0]["versions"] == [-1, -1, 1, 1]
@@ -170,7 +177,7 @@ def test_what_two_conversations_share_is_chosen_once():
 
 def test_a_call_that_failed_does_not_continue_a_conversation():
     failed = rows_of(
-        group(1, 1, prompt=(3, 4, 5, 6, 8), parent=0, reused=4), [ended([], error="too long")]
+        *call([ended([], error="too long")], 1, prompt=(3, 4, 5, 6, 8), parent=0, reused=4)
     )
     (row,) = conversations(pa.Table.from_batches([batch(0, ((5, 6),)), failed])).to_pylist()
     assert row["rollout_id"] == 0 and sum(row["mask"]) == 2

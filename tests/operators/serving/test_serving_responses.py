@@ -10,10 +10,10 @@ from serving_rig import END, byte_tokenizer
 
 from dataflow.tokens.rollout_tokens import RolloutTokens
 from operators.engine.interface import STOPPED, TOO_LONG
-from operators.serving.apis.api import Chunks, whole
+from operators.serving.apis import chunks, news, whole
 from operators.serving.calls import CallPrompt, Choice, ServedCall
 from operators.serving.requests import parse
-from operators.serving.rows import CallGroup
+from operators.serving.sessions import Prompt
 from operators.serving.text import Transcript, Vocabulary
 from operators.serving.work import News
 
@@ -37,27 +37,21 @@ def call_of(kind, n, stops):
         **prompt,
     }
     request = parse(kind, body)
-    group = CallGroup(
-        group_id=0,
-        size=n,
-        prompt="x",
-        prompt_tokens=(5,),
+    choices = [Choice(i, Transcript(VOCABULARY, request.stop)) for i in range(n)]
+    part = CallPrompt(group_id=0, prompt=Prompt((5,), "x", "x"), seeds=[0] * n, choices=choices)
+    call = ServedCall(
+        request=request,
         session=None,
         request_id="r",
         created_ms=0,
-        model="m",
-        parent=None,
-        reused=0,
-        seeds=[0] * n,
-        parameters={},
+        parts=[part],
+        ends=ENDS,
+        finished=lambda call, part: None,
     )
-    part = CallPrompt(
-        group, [Choice(i, Transcript(VOCABULARY, request.stop)) for i in range(n)], "x"
-    )
-    return ServedCall(request, [part], ENDS, lambda part: None), part
+    return call, part
 
 
-def news(position, tokens, reason=None):
+def heard(position, tokens, reason=None):
     count = len(tokens)
     logprobs = -np.arange(count, dtype=np.float32) / 4
     return News(position, RolloutTokens.drawn(tokens, logprobs, np.zeros(count)), reason)
@@ -91,8 +85,8 @@ def test_chunks_add_up_to_the_whole_answer(kind, data):
     n = data.draw(st.integers(1, 3))
     stops = data.draw(st.lists(st.text("ab é", min_size=1, max_size=3), max_size=2))
     call, part = call_of(kind, n, stops)
-    chunks = Chunks(call, VOCABULARY)
-    sent = list(chunks.new()) if data.draw(st.booleans()) else []
+    stream = chunks(call, VOCABULARY)
+    sent = list(news(stream)) if data.draw(st.booleans()) else []
     for position in data.draw(st.permutations(range(n))):
         tokens = data.draw(
             st.lists(
@@ -100,17 +94,17 @@ def test_chunks_add_up_to_the_whole_answer(kind, data):
             )
         )
         for count in sorted(data.draw(st.sets(st.integers(0, len(tokens))))):
-            call.hear(part, news(position, tokens[:count]))
+            call.hear(part, heard(position, tokens[:count]))
             if data.draw(st.booleans()):
-                sent += chunks.new()
+                sent += news(stream)
         ended = data.draw(st.booleans())
         call.hear(
             part,
-            news(position, [*tokens, END] if ended else tokens, STOPPED if ended else TOO_LONG),
+            heard(position, [*tokens, END] if ended else tokens, STOPPED if ended else TOO_LONG),
         )
     assert call.is_over
-    sent += chunks.new()
-    assert list(chunks.new()) == []
+    sent += news(stream)
+    assert list(stream) == []
     for mine, choice in zip(
         added_up(kind, sent, n), whole(call, VOCABULARY)["choices"], strict=True
     ):

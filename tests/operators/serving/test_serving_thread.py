@@ -10,7 +10,7 @@ from rigs.machine import wait_until
 from serving_rig import END, WAIT_S, ScriptedEngine
 
 from dataflow.errors import DeadlineError, RunError
-from operators.engine.interface import ABORTED, STOPPED, TOO_LONG, PromptStart
+from operators.engine.interface import ABORTED, STOPPED, TOO_LONG
 from operators.engine.sampler import Sampling
 from operators.serving.serve import EngineThread, Overloaded
 from operators.serving.work import Work
@@ -48,7 +48,7 @@ def thread_of():
     made = []
 
     def make(engine, **knobs):
-        thread = EngineThread(engine, PromptStart, idle_s=0.05, **knobs)
+        thread = EngineThread(engine, idle_s=0.05, **knobs)
         made.append(thread)
         thread.start()
         return thread

@@ -6,10 +6,10 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from operators.serving.apis.api import Api, is_search, named_event, only_fields, texts_of
+from operators.serving.apis import Api, Body, Events, is_search
 from operators.serving.calls import Choice, ServedCall
 from operators.serving.errors import ApiError, Bounds, bad
-from operators.serving.requests import Request, parse, set_aside
+from operators.serving.requests import Request, fields_of, list_of, parse, shown, texts_of
 from operators.serving.text import Vocabulary
 
 FIELDS: dict[str, Any] = {
@@ -49,20 +49,14 @@ _SAME = ("model", "max_tokens", "temperature", "top_p", "top_k", "stream")
 
 def parse_messages(body: Any, bounds: Bounds) -> Request:
     """The chat that a body asks for. Raises ApiError."""
-    fields = only_fields(body, {**FIELDS, **set_aside(bounds)})
+    fields = fields_of(body, FIELDS, bounds)
     if "max_tokens" not in fields:
         raise bad(
             "max_tokens", "'max_tokens' is missing; found none; give how many tokens may be written"
         )
-    raw_messages = fields.get("messages")
-    if not isinstance(raw_messages, list):
-        raise bad(
-            "messages",
-            f"'messages' must be a list; found {str(raw_messages)[:80]!r}; give at least one",
-        )
     system = texts_of("system", fields["system"]) if "system" in fields else ""
     messages: list[Any] = [{"role": "system", "content": system}] if system else []
-    for place, message in enumerate(raw_messages):
+    for place, message in enumerate(list_of("messages", fields.get("messages"))):
         messages += _messages(f"messages[{place}]", message)
     chat: dict[str, Any] = {name: fields[name] for name in _SAME if name in fields}
     chat |= {"messages": messages, "stop": fields.get("stop_sequences"), "user": _user(fields)}
@@ -100,7 +94,7 @@ def _tool(tool: Any) -> Any:
     ):
         raise bad(
             "tools",
-            f"'tools' may have tools of the caller's own; found {str(tool)[:80]!r}; give name and"
+            f"'tools' may have tools of the caller's own; found {shown(tool)}; give name and"
             " schema",
         )
     function = {"name": tool["name"], "description": tool.get("description", "")}
@@ -118,13 +112,12 @@ def _messages(where: str, message: Any) -> Iterator[Any]:
     if role not in ("user", "assistant", "system"):
         raise bad(
             where,
-            f"'{where}' has no role that is known; found {str(message)[:80]!r}; send user or"
-            " assistant",
+            f"'{where}' has no role that is known; found {shown(message)}; send user or assistant",
         )
     blocks = [{"type": "text", "text": content}] if isinstance(content, str) else content
     if not isinstance(blocks, list) or not all(isinstance(block, dict) for block in blocks):
         raise bad(
-            where, f"'{where}' has no content; found {str(content)[:80]!r}; give a text, or blocks"
+            where, f"'{where}' has no content; found {shown(content)}; give a text, or blocks"
         )
     apart = "tool_result" if role == "user" else "tool_use"
     tools = [block for block in blocks if block.get("type") == apart]
@@ -200,57 +193,42 @@ def _stop(choice: Choice) -> dict[str, Any]:
 
 def _usage(call: ServedCall) -> dict[str, int]:
     wrote = sum(len(choice.tokens) for choice in call.choices)
-    return {"input_tokens": len(call.parts[0].group.prompt_tokens), "output_tokens": wrote}
+    return {"input_tokens": len(call.parts[0].prompt.tokens), "output_tokens": wrote}
 
 
-class ToldMessage:
+def message_events(call: ServedCall, _: Vocabulary) -> Events:
     """The events of a message, block by block."""
-
-    def __init__(self, call: ServedCall, _: Vocabulary) -> None:
-        """Nothing sent yet."""
-        self._call = call
-        self._begun, self._characters = False, 0
-
-    def new(self) -> Iterator[str]:
-        """Events since the last call."""
-        (choice,) = self._call.choices
-        if not self._begun:
-            self._begun = True
-            head = {**_head(self._call), "content": [], "stop_reason": None, "stop_sequence": None}
-            yield named_event(
-                {"type": "message_start", "message": {**head, "usage": _usage(self._call)}}
-            )
-        text = choice.shown[self._characters :]
-        if text:
-            if not self._characters:
+    (choice,) = call.choices
+    head = {**_head(call), "content": [], "stop_reason": None, "stop_sequence": None}
+    yield {"type": "message_start", "message": {**head, "usage": _usage(call)}}
+    characters = index = 0
+    while True:
+        if text := choice.shown[characters:]:
+            if not characters:
                 yield _begins(0, {"type": "text", "text": ""})
-            self._characters += len(text)
+            characters += len(text)
             yield _grows(0, {"type": "text_delta", "text": text})
-
-    def last(self) -> Iterator[str]:
-        """Events after all else."""
-        (choice,) = self._call.choices
-        at = 0
-        if self._characters:
-            yield named_event({"type": "content_block_stop", "index": 0})
-            at = 1
-        for index, use in enumerate(_uses(choice), at):
-            yield _begins(index, {**use, "input": {}})
-            spelled = json.dumps(use["input"], ensure_ascii=False)
-            yield _grows(index, {"type": "input_json_delta", "partial_json": spelled})
-            yield named_event({"type": "content_block_stop", "index": index})
-        yield named_event(
-            {"type": "message_delta", "delta": _stop(choice), "usage": _usage(self._call)}
-        )
-        yield named_event({"type": "message_stop"})
+        if call.is_over:
+            break
+        yield None
+    if characters:
+        yield {"type": "content_block_stop", "index": 0}
+        index = 1
+    for at, use in enumerate(_uses(choice), index):
+        yield _begins(at, {**use, "input": {}})
+        spelled = json.dumps(use["input"], ensure_ascii=False)
+        yield _grows(at, {"type": "input_json_delta", "partial_json": spelled})
+        yield {"type": "content_block_stop", "index": at}
+    yield {"type": "message_delta", "delta": _stop(choice), "usage": _usage(call)}
+    yield {"type": "message_stop"}
 
 
-def _begins(index: int, block: Mapping[str, Any]) -> str:
-    return named_event({"type": "content_block_start", "index": index, "content_block": block})
+def _begins(index: int, block: Body) -> Body:
+    return {"type": "content_block_start", "index": index, "content_block": block}
 
 
-def _grows(index: int, delta: Mapping[str, Any]) -> str:
-    return named_event({"type": "content_block_delta", "index": index, "delta": delta})
+def _grows(index: int, delta: Body) -> Body:
+    return {"type": "content_block_delta", "index": index, "delta": delta}
 
 
 def _failed(error: ApiError) -> dict[str, Any]:
@@ -258,6 +236,4 @@ def _failed(error: ApiError) -> dict[str, Any]:
     return {"type": "error", "error": {"type": kind, "message": error.message}}
 
 
-MESSAGES = Api(
-    "/v1/messages", parse_messages, whole_message, ToldMessage, failed=_failed, event=named_event
-)
+MESSAGES = Api("/v1/messages", parse_messages, whole_message, message_events, _failed)

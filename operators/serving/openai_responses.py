@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from operators.serving.apis.api import Api, is_search, named_event, only_fields, texts_of, usage
+from operators.serving.apis import Api, Events, is_search, usage
 from operators.serving.calls import Choice, ServedCall
 from operators.serving.errors import Bounds, bad
-from operators.serving.requests import Request, parse, set_aside
+from operators.serving.requests import Request, fields_of, list_of, parse, shown, texts_of
 from operators.serving.text import Vocabulary
 
 FIELDS: dict[str, Any] = {
@@ -49,7 +49,7 @@ TEXTS = ("input_text", "output_text", "text")
 
 def parse_response(body: Any, bounds: Bounds) -> Request:
     """The chat that a body asks for. Raises ApiError."""
-    fields = only_fields(body, {**FIELDS, **set_aside(bounds)})
+    fields = fields_of(body, FIELDS, bounds)
     messages: list[Any] = []
     if "instructions" in fields:
         messages.append(
@@ -57,12 +57,7 @@ def parse_response(body: Any, bounds: Bounds) -> Request:
         )
     prompt = fields.get("input")
     items = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
-    if not isinstance(items, list):
-        raise bad(
-            "input",
-            f"'input' must be a text or a list of items; found {str(prompt)[:80]!r}; give one",
-        )
-    for place, item in enumerate(items):
+    for place, item in enumerate(list_of("input", items)):
         if isinstance(item, dict) and item.get("type") in OTHERS:
             continue
         _add(messages, f"input[{place}]", item)
@@ -92,7 +87,7 @@ def _tool(tool: Any) -> Any:
     ):
         raise bad(
             "tools",
-            f"'tools' may have functions; found {str(tool)[:80]!r}; give type, name and parameters",
+            f"'tools' may have functions; found {shown(tool)}; give type, name and parameters",
         )
     function = {
         name: tool[name]
@@ -121,7 +116,7 @@ def _add(messages: list[Any], where: str, item: Any) -> None:
     else:
         raise bad(
             where,
-            f"'{where}' is no message, call or result; found {str(item)[:80]!r}; leave it out",
+            f"'{where}' is no message, call or result; found {shown(item)}; leave it out",
         )
 
 
@@ -144,7 +139,7 @@ def _head(call: ServedCall) -> dict[str, Any]:
     return {
         "id": f"resp_{call.request_id}",
         "object": "response",
-        "created_at": call.created,
+        "created_at": call.created_ms // 1000,
         "model": request.model,
         "status": "in_progress",
         "error": None,
@@ -217,72 +212,58 @@ def _items(call: ServedCall, choice: Choice) -> list[dict[str, Any]]:
     return [*([_message_item(call, choice.shown)] if choice.shown or not calls else []), *calls]
 
 
-class ToldResponse:
-    """The events of a response, item by item."""
-
-    def __init__(self, call: ServedCall, vocabulary: Vocabulary) -> None:
-        """Nothing sent yet."""
-        self._call, self._vocabulary = call, vocabulary
-        self._number, self._characters = 0, 0
-
-    def new(self) -> Iterator[str]:
-        """Events since the last call."""
-        (choice,) = self._call.choices
-        if not self._number:
-            yield self._event("response.created", {"response": _head(self._call)})
-            yield self._event("response.in_progress", {"response": _head(self._call)})
-        text = choice.shown[self._characters :]
-        if text:
-            if not self._characters:
-                yield from self._opened()
-            self._characters += len(text)
-            yield self._event(
-                "response.output_text.delta", {**self._place(), "delta": text, "logprobs": []}
-            )
-
-    def last(self) -> Iterator[str]:
-        """Events after all else."""
-        (choice,) = self._call.choices
-        for index, item in enumerate(_items(self._call, choice)):
-            if item["type"] == "message":
-                if not self._characters:
-                    yield from self._opened()
-                text = choice.shown
-                yield self._event(
-                    "response.output_text.done", {**self._place(), "text": text, "logprobs": []}
-                )
-                yield self._event(
-                    "response.content_part.done", {**self._place(), "part": _part(text)}
-                )
-            else:
-                begun = {**item, "arguments": "", "status": "in_progress"}
-                place = {"item_id": item["id"], "output_index": index}
-                spelled = item["arguments"]
-                yield self._event(
-                    "response.output_item.added", {"output_index": index, "item": begun}
-                )
-                yield self._event(
-                    "response.function_call_arguments.delta", {**place, "delta": spelled}
-                )
-                yield self._event(
-                    "response.function_call_arguments.done",
-                    {**place, "name": item["name"], "arguments": spelled},
-                )
-            yield self._event("response.output_item.done", {"output_index": index, "item": item})
-        answer = whole_response(self._call, self._vocabulary)
-        yield self._event(f"response.{answer['status']}", {"response": answer})
-
-    def _opened(self) -> Iterator[str]:
-        item = {"output_index": 0, "item": _message_item(self._call, None)}
-        yield self._event("response.output_item.added", item)
-        yield self._event("response.content_part.added", {**self._place(), "part": _part("")})
-
-    def _place(self) -> dict[str, Any]:
-        return {"item_id": f"msg_{self._call.request_id}", "output_index": 0, "content_index": 0}
-
-    def _event(self, kind: str, body: Mapping[str, Any]) -> str:
-        self._number += 1
-        return named_event({"type": kind, "sequence_number": self._number - 1, **body})
+def response_events(call: ServedCall, vocabulary: Vocabulary) -> Events:
+    """The events of a response, item by item, numbered."""
+    number = 0
+    for body in _events(call, vocabulary):
+        yield None if body is None else {**body, "sequence_number": number}
+        number += body is not None
 
 
-RESPONSES = Api("/v1/responses", parse_response, whole_response, ToldResponse)
+def _events(call: ServedCall, vocabulary: Vocabulary) -> Events:
+    (choice,) = call.choices
+    place = {"item_id": f"msg_{call.request_id}", "output_index": 0, "content_index": 0}
+    opened = (
+        {
+            "type": "response.output_item.added",
+            "output_index": 0,
+            "item": _message_item(call, None),
+        },
+        {"type": "response.content_part.added", **place, "part": _part("")},
+    )
+    yield {"type": "response.created", "response": _head(call)}
+    yield {"type": "response.in_progress", "response": _head(call)}
+    characters = 0
+    while True:
+        if text := choice.shown[characters:]:
+            yield from () if characters else opened
+            characters += len(text)
+            kind = "response.output_text.delta"
+            yield {"type": kind, **place, "delta": text, "logprobs": []}
+        if call.is_over:
+            break
+        yield None
+    for index, item in enumerate(_items(call, choice)):
+        if item["type"] == "message":
+            yield from () if characters else opened
+            text = choice.shown
+            kind = "response.output_text.done"
+            yield {"type": kind, **place, "text": text, "logprobs": []}
+            yield {"type": "response.content_part.done", **place, "part": _part(text)}
+        else:
+            yield from _call_events(index, item)
+        yield {"type": "response.output_item.done", "output_index": index, "item": item}
+    answer = whole_response(call, vocabulary)
+    yield {"type": f"response.{answer['status']}", "response": answer}
+
+
+def _call_events(index: int, item: Mapping[str, Any]) -> Events:
+    """Of a call of a function, before its item is done."""
+    begun, spelled = {**item, "arguments": "", "status": "in_progress"}, item["arguments"]
+    place, kind = {"item_id": item["id"], "output_index": index}, "response.function_call_arguments"
+    yield {"type": "response.output_item.added", "output_index": index, "item": begun}
+    yield {"type": f"{kind}.delta", **place, "delta": spelled}
+    yield {"type": f"{kind}.done", **place, "name": item["name"], "arguments": spelled}
+
+
+RESPONSES = Api("/v1/responses", parse_response, whole_response, response_events)

@@ -1,3 +1,0 @@
-"""The shapes in which callers speak: OpenAI's chats, completions and responses, Anthropic's
-messages, token ids.
-"""
