@@ -14,7 +14,7 @@ from dataflow.flags.config_file import read as read_config
 from dataflow.flags.config_file import written
 from dataflow.flags.declared import ALGORITHM, FIRST, Declared, Flag
 from dataflow.flags.run_flags import RUN_FLAGS
-from dataflow.flags.words import FlagError, Words, page, split, takes
+from dataflow.flags.words import FlagError, Words, page, split, values_of
 from dataflow.folder.run_folder import RunFolder
 from dataflow.graph import Graph
 from dataflow.history.launch import (
@@ -71,7 +71,7 @@ def main(
             _tell(page(_program(), _about(build), flags_known.values()))
             sys.exit(0)
         words = _words(arguments, flags_known, build, started)
-        values = _values(words, flags_known, build)
+        values = values_of(words, flags_known, _called(build), _program())
         flags = {flag.name: values[flag.name] for flag in RUN_FLAGS}
         chosen = {name: values[name] for name in declared.flags}
         if (
@@ -166,22 +166,6 @@ def _words(
     return {
         **read_config(Path(config.value()), flags, started.name if started else "", _called(build)),
         **words,
-    }
-
-
-def _values(
-    words: Mapping[str, Words], flags: Mapping[str, Flag], build: Callable[..., Graph]
-) -> dict[str, Any]:
-    """A value for each flag. Errors: FlagError."""
-    if missing := [flag for flag in flags.values() if flag.is_needed and flag.name not in words]:
-        missing_flags = " and ".join(flag.option for flag in missing)
-        example = " ".join(f"{flag.option} {takes(flag)}" for flag in missing)
-        raise FlagError(
-            f"{_called(build)} needs {missing_flags}; write {_program()} {example}, or see its"
-            " --help"
-        )
-    return {
-        name: words[name].value() if name in words else flag.default for name, flag in flags.items()
     }
 
 

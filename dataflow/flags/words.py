@@ -1,7 +1,9 @@
 """Flags as words, `--lr 1e-6 --chat`: which flags they are, and their values."""
 
+import contextlib
 import difflib
 import inspect
+import io
 import re
 import shutil
 import textwrap
@@ -189,7 +191,8 @@ def _read(kind: Any, words: Sequence[str], given: Words) -> Any:
     option = f"--{_VALUE}"
     arguments = [f"{option}={words[0]}"] if len(words) == 1 else [option, *words]
     try:
-        return tyro.cli(make, args=arguments, console_outputs=False)
+        with contextlib.redirect_stderr(io.StringIO()):  # it draws a box of its own
+            return tyro.cli(make, args=arguments, console_outputs=False)
     except SystemExit:
         shown = " ".join(words)
         near = difflib.get_close_matches(shown, given.flag.choices, n=1)
@@ -199,6 +202,23 @@ def _read(kind: Any, words: Sequence[str], given: Words) -> Any:
         ) from None
     except tyro.constructors.UnsupportedTypeAnnotationError as error:
         raise FlagError(f"'{given.flag.name}' is a {kind}, which no flag can be: {error}") from None
+
+
+def values_of(
+    words: Mapping[str, Words], flags: Mapping[str, Flag], called: str, program: str
+) -> dict[str, Any]:
+    """A value for each flag. called, program: for people, and on a command line. Errors:
+    FlagError.
+    """
+    if missing := [flag for flag in flags.values() if flag.is_needed and flag.name not in words]:
+        missing_flags = " and ".join(flag.option for flag in missing)
+        example = " ".join(f"{flag.option} {takes(flag)}" for flag in missing)
+        raise FlagError(
+            f"{called} needs {missing_flags}; write {program} {example}, or see its --help"
+        )
+    return {
+        name: words[name].value() if name in words else flag.default for name, flag in flags.items()
+    }
 
 
 # The page of `--help`: flags in groups, the most needed first.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import contextlib
 import json
@@ -12,7 +11,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dataflow.errors import DataflowError, GraphError
+from dataflow.flags.declared import Declared
+from dataflow.flags.words import page, split, values_of
 from dataflow.system.interrupts import asked_to_end, interrupted, status_of
+from operators.serving.errors import CALL_TIMEOUT_S
 from operators.serving.serve import (
     attend,
     bind,
@@ -27,6 +29,7 @@ if TYPE_CHECKING:
     from operators.serving.rows import RolloutLog
     from operators.serving.service import Service
 
+PROGRAM = "python -m operators.serving"
 BAD_INPUT = 2
 """Exit status where an argument cannot be right."""
 BACKLOG = 1024
@@ -37,14 +40,16 @@ LAST_ANSWERS_S = 2
 
 @interrupted()
 def main(argv: list[str] | None = None) -> int:
-    """Serve until interrupted; what is wrong with the arguments is one line on stderr and exit
-    status 2.
+    """Serve until interrupted; what is wrong with the flags is said on stderr, with exit status
+    2.
     """
-    arguments = _parser().parse_args(argv)
+    arguments = sys.argv[1:] if argv is None else argv
     try:
-        key = _key(arguments.api_key_env)
-        check_address(arguments.host, key)
-        return serve(arguments, key)
+        flags = Declared.of(serve).flags
+        if {"-h", "--help"} & {*arguments}:
+            print(page(PROGRAM, "Serve a model until a signal comes.", flags.values()))
+            return 0
+        return serve(**values_of(split(arguments, flags, "the server"), flags, "it", PROGRAM))
     except DataflowError as error:
         print(error, file=sys.stderr)
         return BAD_INPUT
@@ -52,8 +57,47 @@ def main(argv: list[str] | None = None) -> int:
         return status_of(error)
 
 
-def serve(arguments: argparse.Namespace, key: str | None) -> int:
-    """Load the model and answer calls until a signal comes."""
+def serve(
+    *,
+    model: str,
+    served_name: str | None = None,
+    host: str = "127.0.0.1",
+    port: int = 8000,
+    api_key_env: str | None = None,
+    record: Path | None = None,
+    slots: int = 64,
+    context_tokens: int | None = None,
+    cache_bytes: int | None = None,
+    most_waiting: int = 256,
+    call_timeout: float = CALL_TIMEOUT_S,
+    grace: int = 5,
+    device: str = "cpu",
+    dtype: str = "float32",
+    threads: int = os.cpu_count() or 1,
+    chat_template: Path | None = None,
+    chat_template_kwargs: str = "",
+) -> int:
+    """Load the model and answer calls until a signal comes.
+
+    Args:
+        model: Hugging Face folder, or an id on the hub.
+        served_name: what callers put in the field model; by default the folder's name.
+        host: loopback, or any address together with --api-key-env.
+        port: TCP port, 0 for any.
+        api_key_env: environment variable with the key that callers must send.
+        record: append every call's rollouts to this Arrow IPC stream.
+        slots: rollouts decoded together.
+        context_tokens: most tokens of prompt and completion; by default the model's limit.
+        cache_bytes: memory of the KV-cache; by default a share of what is free.
+        most_waiting: prompts that may wait for a slot.
+        call_timeout: seconds a call may take.
+        grace: seconds for calls to end at shutdown.
+        device: cpu, or cuda:N.
+        dtype: float32, bfloat16 or float16.
+        threads: torch threads on a CPU.
+        chat_template: Jinja template instead of the tokenizer's own.
+        chat_template_kwargs: its options in JSON, as {"enable_thinking": false}.
+    """
     import uvicorn
 
     from dataflow.model import Model
@@ -62,36 +106,32 @@ def serve(arguments: argparse.Namespace, key: str | None) -> int:
     from operators.serving.app import make_app
     from operators.serving.rows import RolloutLog
 
-    template = None if arguments.chat_template is None else read_template(arguments.chat_template)
-    model = Model(arguments.model, dtype=arguments.dtype, context_tokens=arguments.context_tokens)
-    declaration = Generator(
-        model=model,
-        slots=arguments.slots,
-        cache_bytes=arguments.cache_bytes,
-        name="serving",
-    )
+    key = _key(api_key_env)
+    check_address(host, key)
+    template = None if chat_template is None else read_template(chat_template)
+    options = _object("--chat-template-kwargs", chat_template_kwargs or "{}")
+    served = Model(model, dtype=dtype, context_tokens=context_tokens)
+    declaration = Generator(model=served, slots=slots, cache_bytes=cache_bytes, name="serving")
     faults = declaration.faults()
     if faults:
         raise GraphError("; ".join(faults))
     with contextlib.ExitStack() as opened:
-        listener = opened.enter_context(bind(arguments.host, arguments.port))
-        record = None if arguments.record is None else RolloutLog(arguments.record)
-        if record is not None:
-            opened.callback(record.close)
+        listener = opened.enter_context(bind(host, port))
+        log = None if record is None else RolloutLog(record)
+        if log is not None:
+            opened.callback(log.close)
         from operators.engine.build import make_engine
 
-        built = make_engine(
-            declaration, Context(node="serving", device=arguments.device, threads=arguments.threads)
-        )
+        built = make_engine(declaration, Context(node="serving", device=device, threads=threads))
         service = make_service(
             built,
-            model=arguments.served_name or model.name,
-            record=record,
-            most_waiting=arguments.most_waiting,
+            model=served_name or served.name,
+            record=log,
+            most_waiting=most_waiting,
             chat_template=template,
-            chat_template_kwargs=arguments.chat_template_kwargs,
+            chat_template_kwargs=options,
             vocabulary=built.engine.vocabulary,
-            call_timeout_s=arguments.call_timeout,
+            call_timeout_s=call_timeout,
         )
         app = make_app(service, api_key=key)
         server = uvicorn.Server(
@@ -100,14 +140,14 @@ def serve(arguments: argparse.Namespace, key: str | None) -> int:
                 log_level="warning",
                 access_log=False,
                 limit_concurrency=BACKLOG,
-                timeout_graceful_shutdown=arguments.grace + LAST_ANSWERS_S,
+                timeout_graceful_shutdown=grace + LAST_ANSWERS_S,
             )
         )
         listener.listen(BACKLOG)
-        _announce(service, listener, record)
+        _announce(service, listener, log)
         # uvicorn heeds but SIGHUP itself
         with asked_to_end(lambda _: setattr(server, "should_exit", True)):
-            asyncio.run(attend(server, service, listener, grace_s=arguments.grace))
+            asyncio.run(attend(server, service, listener, grace_s=grace))
         print(f"ended; {service.recorded} rollouts were recorded", flush=True)
     return 0
 
@@ -142,78 +182,14 @@ def _key(variable: str | None) -> str | None:
     return key
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m operators.serving", description=__doc__)
-    add = parser.add_argument
-    add("--model", required=True, metavar="FOLDER", help="Hugging Face folder, or an id on the hub")
-    add(
-        "--served-name",
-        metavar="NAME",
-        help="what callers put in the field model; default: the folder's name",
-    )
-    add("--host", default="127.0.0.1", help="loopback, or any address together with --api-key-env")
-    add("--port", type=int, default=8000, help="TCP port, 0 for any; default: 8000")
-    add(
-        "--api-key-env",
-        metavar="NAME",
-        help="environment variable with the key that callers must send",
-    )
-    add(
-        "--record",
-        type=Path,
-        metavar="FILE",
-        help="append every call's rollouts to this Arrow IPC stream",
-    )
-    add("--slots", type=int, default=64, help="rollouts decoded together; default: 64")
-    add(
-        "--context-tokens",
-        type=int,
-        help="most tokens of prompt and completion; default: the model's limit",
-    )
-    add("--cache-bytes", type=int, help="memory of the KV-cache; default: a share of what is free")
-    add(
-        "--most-waiting",
-        type=int,
-        default=256,
-        help="prompts that may wait for a slot; default: 256",
-    )
-    add(
-        "--call-timeout",
-        type=float,
-        default=600.0,
-        metavar="S",
-        help="seconds a call may take; default: 600",
-    )
-    add(
-        "--grace",
-        type=int,
-        default=5,
-        metavar="S",
-        help="seconds for calls to end at shutdown; default: 5",
-    )
-    add("--device", default="cpu", help="cpu, or cuda:N")
-    add("--dtype", default="float32", help="float32, bfloat16 or float16")
-    add("--threads", type=int, default=os.cpu_count() or 1, help="torch threads on a CPU")
-    add(
-        "--chat-template",
-        type=Path,
-        metavar="FILE",
-        help="Jinja template instead of the tokenizer's own",
-    )
-    add(
-        "--chat-template-kwargs",
-        type=_object,
-        metavar="JSON",
-        help='its options, as {"enable_thinking": false}',
-    )
-    return parser
-
-
-def _object(text: str) -> dict[str, Any]:
-    """A JSON object."""
-    value = json.loads(text)
+def _object(flag: str, text: str) -> dict[str, Any]:
+    """A JSON object. Raises GraphError for another text."""
+    try:
+        value = json.loads(text)
+    except ValueError:
+        value = None
     if not isinstance(value, dict):
-        raise ValueError(text)
+        raise GraphError(f"{flag} takes a JSON object; found {text:.60}; write {{...}}")
     return value
 
 
