@@ -144,7 +144,7 @@ for folder in ('[[home]]', '/', '/usr/lib', '/etc', '/dev', os.path.dirname(os._
     attempt(lambda: open(folder + '/written', 'w'))
 """,
     ),
-    Hostile("the driver's own source", _trying("open('/sandbox/inside/driver.py', 'a')")),
+    Hostile("its own source", _trying("open('/sandbox/inside/first.py', 'a')")),
     Hostile(
         "mount, unshare, chroot, setns",
         _LIBC

@@ -18,7 +18,9 @@ from dataflow.errors import RunError
 VARIABLE = "DATAFLOW_BWRAP"
 """Environment variable with the path of bubblewrap's program, where it is not on PATH."""
 _INSIDE = Path(__file__).parent / "inside"
-_START = "import sys; sys.path.append('/sandbox'); from inside.{} import main; main()"
+_START = (
+    "import sys; sys.path.append('/sandbox'); from inside.first import main; sys.path.pop(); main()"
+)
 _DEVICES = ("/dev/null", "/dev/zero", "/dev/urandom")
 _LIBRARIES = ("/lib", "/lib64", "/usr/lib", "/usr/lib64")
 _INSTALL = (
@@ -50,26 +52,17 @@ def missing() -> str | None:
     return f"model-written code needs bubblewrap as its sandbox, but {where}; {_INSTALL}"
 
 
-def command(program: str, tmp_bytes: int) -> list[str]:
-    """What starts the driver in a sandbox: no network, no privileges, no environment, files as
-    listed here, read-only.
-
-    tmp_bytes: size of /tmp, in memory, the only folder that can be written.
-    """
-    return _command(program, tmp_bytes, _files(), _START.format("driver"))
-
-
-def kept_command(program: str, tmp_bytes: int, folders: Sequence[str] = ()) -> list[str]:
-    """The same for a sandbox that is kept, in which the system's programs can be started; folders:
-    more that can be read there, under their own names.
-    """
-    more = [part for folder in folders for part in ("--ro-bind", folder, folder)]
-    return _command(program, tmp_bytes, (*_programs(), *_files()), _START.format("session"), more)
-
-
-def _command(
-    program: str, tmp_bytes: int, files: Sequence[str], start: str, more: Sequence[str] = ()
+def command(
+    program: str, tmp_bytes: int, *, programs: bool = False, folders: Sequence[str] = ()
 ) -> list[str]:
+    """What starts a sandbox: no network, no privileges, no environment, files as listed here,
+    read-only.
+
+    tmp_bytes: size of /tmp, in memory, the only folder that can be written. programs: whether the
+    system's programs can be started. folders: more that can be read, under their own names.
+    """
+    files = (*(_programs() if programs else ()), *_files())
+    more = [part for folder in folders for part in ("--ro-bind", folder, folder)]
     return [
         program,
         "--unshare-user",
@@ -110,7 +103,7 @@ def _command(
         "-X",
         "utf8",
         "-c",
-        start,
+        _START,
     ]
 
 
@@ -160,15 +153,16 @@ class SandboxError(RunError):
     """The sandbox itself failed: nothing is known about the program."""
 
 
-def started(command: Callable[[str], list[str]], **files: Any) -> subprocess.Popen[bytes]:
-    """A sandbox. command: from the path of bubblewrap's program. files: for Popen. Raises
-    SandboxError where there is none.
-    """
+def started(
+    tmp_bytes: int, *, programs: bool = False, folders: Sequence[str] = (), **files: Any
+) -> subprocess.Popen[bytes]:
+    """A sandbox, as `command` has it. files: for Popen. Raises SandboxError where there is none."""
     program = find()
     if program is None:
         raise SandboxError(missing() or "bubblewrap was there a moment ago; try again")
     try:
-        return subprocess.Popen(command(program), env={}, **files)
+        words = command(program, tmp_bytes, programs=programs, folders=folders)
+        return subprocess.Popen(words, env={}, **files)
     except OSError as error:
         raise SandboxError(
             f"{program} cannot be started ({error}); mend it, or install bubblewrap anew"

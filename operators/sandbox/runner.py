@@ -12,7 +12,6 @@ from typing import Any
 
 from operators.sandbox.bwrap import (
     SandboxError,
-    command,
     find,
     last_words,
     missing,
@@ -20,12 +19,12 @@ from operators.sandbox.bwrap import (
     started,
     threads_below,
 )
-from operators.sandbox.inside.driver import CALL, CHECK, HEAD, OUTCOME, SCRIPT
-from operators.sandbox.inside.wire import encode, write_frame
+from operators.sandbox.inside.first import CALL, CHECK, SCRIPT, TESTS
+from operators.sandbox.inside.wire import FRAME, decode, encode, write_frame
 
 _LOOK_S = 0.05
 _GRACE_S = 10.0
-_OWN_THREADS = 4  # of bubblewrap, the driver, and the test
+_OWN_THREADS = 4  # of bubblewrap, the first process, and the test
 _ERROR_BYTES = 1 << 14
 _WALL_FACTOR = 5
 
@@ -111,7 +110,7 @@ def run(
     request = _request(source, tests, limits)
     try:
         process = started(
-            lambda program: command(program, limits.file_bytes),
+            limits.file_bytes,
             stdin=request,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -163,7 +162,7 @@ def _outcomes(
 
 
 def _request(source: str, tests: Sequence[Test], limits: SandboxLimits) -> int:
-    """A file in memory with all that the driver reads, at its beginning."""
+    """A file in memory with all that the sandbox reads, at its beginning."""
     settings = {
         "cpu_s": limits.time_s,
         "wall_s": _WALL_FACTOR * limits.time_s,
@@ -178,16 +177,16 @@ def _request(source: str, tests: Sequence[Test], limits: SandboxLimits) -> int:
         },
     }
     fd = os.memfd_create("request")
-    write_frame(fd, encode([settings, source, len(tests)], refuse))
-    with os.fdopen(os.dup(fd), "wb") as file:
-        for test in tests:
-            kind, data = _plain(test)
-            file.write(HEAD.pack(kind, len(data)) + data)
+    plain_tests = list(map(_plain, tests))
+    kinds = [kind for kind, _ in plain_tests]
+    write_frame(fd, encode([TESTS, settings, source, kinds], refuse))
+    for _, data in plain_tests:
+        write_frame(fd, data)
     os.lseek(fd, 0, os.SEEK_SET)
     return fd
 
 
-def _plain(test: Test) -> tuple[bytes, bytes]:
+def _plain(test: Test) -> tuple[str, bytes]:
     """A test's kind and its bytes."""
     if isinstance(test, CallTest):
         return CALL, encode([test.name, test.arguments, test.expected], refuse)
@@ -197,18 +196,14 @@ def _plain(test: Test) -> tuple[bytes, bytes]:
 
 def _next_outcome(inbox: bytearray) -> SandboxResult | None:
     """Take the next complete outcome out of the bytes that have come."""
-    if len(inbox) < OUTCOME.size:
+    if len(inbox) < FRAME.size:
         return None
-    passed, note, output = OUTCOME.unpack_from(inbox)
-    middle, stop = OUTCOME.size + note, OUTCOME.size + note + output
+    stop = FRAME.size + FRAME.unpack_from(inbox)[0]
     if len(inbox) < stop:
         return None
-    texts = [
-        bytes(part).decode("utf-8", "replace")
-        for part in (inbox[OUTCOME.size : middle], inbox[middle:stop])
-    ]
+    passed, note, output = decode(bytes(inbox[FRAME.size : stop]), lambda number: None)
     del inbox[:stop]
-    return SandboxResult(passed, *texts)
+    return SandboxResult(passed, note, output.decode("utf-8", "replace"))
 
 
 def fault() -> str | None:

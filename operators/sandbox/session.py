@@ -15,13 +15,13 @@ from typing import Any
 from operators.sandbox.bwrap import (
     SandboxError,
     held_below,
-    kept_command,
     last_words,
     private_bytes,
     refuse,
     shared_out_bytes,
     started,
 )
+from operators.sandbox.inside.first import SESSION
 from operators.sandbox.inside.wire import FRAME, decode, encode
 
 START_S = 20.0
@@ -82,7 +82,9 @@ class KeptSandbox:
         self._socket.setblocking(False)
         try:
             self._process = started(
-                lambda program: kept_command(program, limits.file_bytes, folders),
+                limits.file_bytes,
+                programs=True,
+                folders=folders,
                 stdin=theirs.fileno(),
                 stdout=theirs.fileno(),
                 stderr=self._errors,
@@ -112,9 +114,8 @@ class KeptSandbox:
             "file_bytes": limits.file_bytes,
             "threads": limits.processes,
         }
-        await self._ask(
-            [{"files": limits.files, "output_bytes": limits.output_bytes, "cage": cage}], START_S
-        )
+        settings = {"files": limits.files, "output_bytes": limits.output_bytes, "cage": cage}
+        await self._ask([SESSION, settings], START_S)
 
     async def python(self, code: str, *, timeout_s: float, most_bytes: int) -> CommandResult:
         """Run code; variables and imports are kept. Raises SandboxError; CommandRefused."""

@@ -43,7 +43,7 @@ TOOLS = (
     Law(
         "a sandbox is stopped between commands",
         "test_nothing_runs_between_two_commands",
-        "operators.sandbox.inside.session:main",
+        "operators.sandbox.inside.first:serve_commands",
         without("SIGSTOP"),
         "the stop signal",
     ),

@@ -44,7 +44,12 @@ def decode(data: bytes, fetch: Fetch) -> Any:
 
 def write_frame(fd: int, data: bytes) -> None:
     """Write bytes with their length before them."""
-    view = memoryview(_SIZE.pack(len(data)) + data)
+    write_all(fd, _SIZE.pack(len(data)) + data)
+
+
+def write_all(fd: int, data: bytes) -> None:
+    """Write bytes, however many the descriptor takes at once."""
+    view = memoryview(data)
     while view:
         view = view[os.write(fd, view) :]
 
