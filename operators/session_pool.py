@@ -58,6 +58,14 @@ def to_start(*, waiting: int, ahead: int, idle: int, starting: int, lent: int, m
     return max(0, min(waiting + ahead, most - lent) - idle - starting)
 
 
+async def until_loop_ends(close: Callable[[], Awaitable[None]]) -> None:
+    """Wait for the end of the event loop, which cancels this, and close."""
+    try:
+        await asyncio.Event().wait()
+    finally:
+        await close()
+
+
 class SessionPool(Generic[S]):
     """Lends the sessions of one event loop; one that was lost while it was idle is lent to nobody.
 
@@ -146,13 +154,6 @@ class SessionPool(Generic[S]):
         await asyncio.sleep(0)  # who is cancelled in this moment gives back what it had
         while self._tasks:
             await asyncio.wait(self._tasks)
-
-    async def kept(self) -> None:
-        """Wait for the end of the event loop, which cancels this, and close."""
-        try:
-            await asyncio.Event().wait()
-        finally:
-            await self.close()
 
     async def _borrowed(self) -> tuple[S, int]:
         waiting: asyncio.Future[tuple[S, int]] = asyncio.get_running_loop().create_future()

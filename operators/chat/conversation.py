@@ -16,7 +16,7 @@ from dataflow.tokens.rollout_tokens import RolloutTokens
 from dataflow.tokens.training_rows import NO_TURN, TrainingRow
 from operators.chat.chat_format import ChatError, ChatFormat, Message
 from operators.chat.chat_template import beginning_of, ids_behind
-from operators.chat.tool_calls import CallFormat, ReadTurn, format_of
+from operators.chat.tool_calls import ReadTurn, format_of
 
 # Ids of a text that holds earlier turns: theirs as they were sampled, the rest encoded.
 
@@ -75,7 +75,6 @@ class Conversation:
         *,
         tools: Sequence[Message] = (),
         past: Past = "sampled",
-        calls: CallFormat | None = None,
         continues: bool = True,
     ) -> None:
         """Begin with messages, if any.
@@ -83,8 +82,6 @@ class Conversation:
         Args:
             tools: definitions, as OpenAI has them; the template puts them where it does.
             past: what becomes of turns that the template writes otherwise later.
-            calls: how calls of tools are read in what the policy wrote; None: as the template
-                writes them, where there are tools.
             continues: a last message of the assistant's that the policy has not said is what its
                 next turn begins with, and no turn of its own.
         """
@@ -94,7 +91,8 @@ class Conversation:
         self.begins = ""
         """The text that the policy's next turn is made to begin with, which it sees and did not
         sample."""
-        self.calls = calls or (format_of(form) if tools else None)
+        self.calls = format_of(form) if tools else None
+        """How calls of tools are read in what the policy wrote."""
         self._called = 0
         """Calls that were read so far."""
         self._done: list[TrainingRow] = []
@@ -139,8 +137,6 @@ class Conversation:
     def rewrite(self, messages: Iterable[Message], tools: Sequence[Message] | None = None) -> None:
         """Replace the past: cut, summarised, edited. Turns that remain in it keep their ids, as
         context. Where the new past only extends the old one, this is `hear`, and no row begins.
-
-        Where it only goes on from the past as it was, this is `hear`, and no row begins.
         """
         messages = list(messages)
         begin = self.messages

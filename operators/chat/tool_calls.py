@@ -418,12 +418,16 @@ def definition_of(function: Callable[..., Any]) -> Message:
 
 def definitions_of(functions: Sequence[Callable[..., Any]]) -> list[Message]:
     """Definitions of several, whose names differ. Raises ChatError."""
-    definitions = [definition_of(function) for function in functions]
+    return distinct([definition_of(function) for function in functions])
+
+
+def distinct(definitions: list[Message]) -> list[Message]:
+    """These definitions; raises ChatError where two have one name."""
     names = [definition["function"]["name"] for definition in definitions]
     twice = sorted({name for name in names if names.count(name) > 1})
     if twice:
         raise ChatError(
-            f"two tools have one name; found {twice} twice; rename one of the functions"
+            f"two tools have one name; found {twice} twice; leave one of them out, or rename it"
         )
     return definitions
 

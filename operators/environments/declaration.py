@@ -35,7 +35,7 @@ from operators.episodes.chat import Chat, EpisodeOver
 from operators.episodes.declaration import Episode
 from operators.prompts import Prompts
 from operators.rewards.foreign.adapting import messages_of
-from operators.session_pool import Away, NoRoom, SessionPool
+from operators.session_pool import Away, NoRoom, SessionPool, until_loop_ends
 
 # The episode that plays an environment: it sees, the policy says, it acts, until the environment
 # is over.
@@ -228,7 +228,7 @@ class Player:
                 patience_s=play.patience_s,
                 start_s=play.step_s,
             )
-            self._pools[loop] = pool, loop.create_task(pool.kept())
+            self._pools[loop] = pool, loop.create_task(until_loop_ends(pool.close))
         return self._pools[loop][0]
 
 

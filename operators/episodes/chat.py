@@ -9,7 +9,7 @@ import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import astuple, dataclass, field, replace
-from typing import Any, Protocol
+from typing import Any
 
 from dataflow.errors import OperatorError
 from dataflow.scoring.calls import Ask
@@ -62,82 +62,6 @@ class EpisodeOver(Exception):
 
     A function that does not catch it ends with it, and the rollout's finish reason is "length".
     """
-
-
-class Chat(Protocol):
-    """The conversation, as the function of an episode sees it."""
-
-    @property
-    def turns(self) -> int:
-        """Turns that the policy has had."""
-
-    async def say(self, *, max_tokens: int | None = None) -> Reply:
-        """The policy's turn: its text, without the end token. It is sampled, recorded and trained.
-        Where the episode has tools, its `tool_calls` are the calls in it.
-
-        max_tokens: most tokens of this turn; None: as many as the generator allows. Raises
-        EpisodeOver when the policy has none left.
-        """
-
-    def hear(self, text: str) -> None:
-        """Add the world's turn: the policy reads it before its next turn, and it is not trained.
-        Bytes that cannot be decoded become U+FFFD.
-        """
-
-    async def call(self, reply: Reply) -> list[str]:
-        """Make a turn's calls, one after the other; the results are added for the policy, and
-        returned. The policy also reads a tool's exception, and why a call was malformed. Raises
-        WorldFailed where a tool has died: the rollout is then an error, whatever the function does.
-
-        What a tool raises is told to the policy, and so is why a call was none. Raises WorldFailed
-        where a tool has died: the rollout is an error then, whatever becomes of the function.
-        """
-
-    async def use_tools(self) -> Reply:
-        """Alternate turns and calls until the policy says something without a call; that is
-        returned. Raises EpisodeOver where it runs out of turns before.
-        """
-
-    async def session(self, toolset: Any) -> Any:
-        """The session of this rollout with one of the episode's toolsets: of a Sandbox, to put
-        files into it.
-        """
-
-    def reward(self, value: float) -> None:
-        """What the policy's last turn was worth: `turn_reward` at its last token. Several add
-        up.
-        """
-
-    def invalid(self, why: str) -> None:
-        """Count the policy's last turn as unreadable for the world; where most turns are, the run
-        logs it.
-        """
-
-    def cut_off(self) -> None:
-        """The world ends before its time: the finish reason is "length", as where the policy's
-        turns are used up.
-        """
-
-    def keep_last(self, turns: int) -> None:
-        """Leave out what was said before the policy's last turns, so many of them, but for what the
-        conversation began with. What was heard before the first that is kept goes with the rest.
-        """
-
-    def agent(self, role: str, history: str | Iterable[Mapping[str, Any]]) -> Chat:
-        """A conversation of the same policy's in another role, which begins with this text, or with
-        these messages. It has its own rewards and training rows, and the episode's budgets are for
-        all together.
-        """
-
-    def branch(self, tries: int) -> list[Chat]:
-        """This many conversations that each continue from here; this one may continue, too. The
-        turns so far are trained in this one.
-        """
-
-    def rewrite(self, history: str | Iterable[Mapping[str, Any]]) -> None:
-        """Replace the past before the policy's next turn: a text, which in a chat is a user
-        message, or messages, the assistant's included. Earlier turns are trained as they were.
-        """
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -241,7 +165,7 @@ class Chats:
     """Whether the generator takes messages."""
     tools: RolloutTools | None = None
     """What they have of the episode's tools."""
-    chats: list[AskedChat] = field(default_factory=list)
+    chats: list[Chat] = field(default_factory=list)
     is_over: bool = False
     """Whether the last turn that was asked for was one that the policy did not have."""
     is_cut_off: bool = False
@@ -255,13 +179,13 @@ class Chats:
         """Of each turn, by conversation."""
         return [chat.rewards for chat in self.chats]
 
-    def begin(self, origin: ConversationOrigin = FIRST, **state: Any) -> AskedChat:
+    def begin(self, origin: ConversationOrigin = FIRST, **state: Any) -> Chat:
         """One more conversation."""
-        chat = AskedChat(self, len(self.chats), origin, **state)
+        chat = Chat(self, len(self.chats), origin, **state)
         self.chats.append(chat)
         return chat
 
-    async def say(self, chat: AskedChat, most: int | None) -> str | None:
+    async def say(self, chat: Chat, most: int | None) -> str | None:
         """A turn of a chat; None: the policy has none left."""
         async with self._asking:
             question = TurnQuestion(
@@ -295,8 +219,10 @@ class Chats:
 
 
 @dataclass
-class AskedChat:
-    """A chat whose policy is asked through the pool that makes the call."""
+class Chat:
+    """The conversation, as the function of an episode sees it: its policy is asked through the pool
+    that makes the call.
+    """
 
     among: Chats
     number: int
@@ -311,9 +237,16 @@ class AskedChat:
 
     @property
     def turns(self) -> int:
+        """Turns that the policy has had."""
         return self.origin.at + len(self.rewards)
 
     async def say(self, *, max_tokens: int | None = None) -> Reply:
+        """The policy's turn: its text, without the end token. It is sampled, recorded and trained.
+        Where the episode has tools, its `tool_calls` are the calls in it.
+
+        max_tokens: most tokens of this turn; None: as many as the generator allows. Raises
+        EpisodeOver when the policy has none left.
+        """
         is_whole = isinstance(max_tokens, int) and not isinstance(max_tokens, bool)
         if max_tokens is not None and not (is_whole and max_tokens > 0):
             raise OperatorError(
@@ -333,6 +266,10 @@ class AskedChat:
         return Reply(text, read)
 
     async def call(self, reply: Reply) -> list[str]:
+        """Make a turn's calls, one after the other; the results are added for the policy, and
+        returned. The policy also reads a tool's exception, and why a call was malformed. Raises
+        WorldFailed where a tool has died: the rollout is then an error, whatever the function does.
+        """
         tools = self._tools()
         if reply.broken and not reply.tool_calls:
             self.invalid(reply.broken[0])
@@ -343,6 +280,9 @@ class AskedChat:
         return results
 
     async def use_tools(self) -> Reply:
+        """Alternate turns and calls until the policy says something without a call; that is
+        returned. Raises EpisodeOver where it runs out of turns before.
+        """
         while True:
             reply = await self.say()
             if not reply.tool_calls and not reply.broken:
@@ -350,6 +290,9 @@ class AskedChat:
             await self.call(reply)
 
     async def session(self, toolset: Any) -> Any:
+        """The session of this rollout with one of the episode's toolsets: of a Sandbox, to put
+        files into it.
+        """
         return await self._tools().session(toolset)
 
     def _tools(self) -> RolloutTools:
@@ -360,6 +303,9 @@ class AskedChat:
         return self.among.tools
 
     def hear(self, text: str) -> None:
+        """Add the world's turn: the policy reads it before its next turn, and it is not trained.
+        Bytes that cannot be decoded become U+FFFD.
+        """
         if not isinstance(text, str):
             raise OperatorError(
                 f"chat.hear takes text, but got {type(text).__name__} {text!r:.60}; give it"
@@ -373,12 +319,19 @@ class AskedChat:
         if piece:
             self.heard.append(piece)
 
-    def agent(self, role: str, history: str | Iterable[Mapping[str, Any]]) -> AskedChat:
+    def agent(self, role: str, history: str | Iterable[Mapping[str, Any]]) -> Chat:
+        """A conversation of the same policy's in another role, which begins with this text, or with
+        these messages. It has its own rewards and training rows, and the episode's budgets are for
+        all together.
+        """
         return self.among.begin(
             ConversationOrigin(role=sound(str(role)), history=self._history(history))
         )
 
-    def branch(self, tries: int) -> list[AskedChat]:
+    def branch(self, tries: int) -> list[Chat]:
+        """This many conversations that each continue from here; this one may continue, too. The
+        turns so far are trained in this one.
+        """
         if isinstance(tries, bool) or not isinstance(tries, int) or tries < 1:
             raise OperatorError(
                 f"chat.branch takes a number of tries, but got {tries!r}; give 1 or more"
@@ -398,6 +351,9 @@ class AskedChat:
         ]
 
     def keep_last(self, turns: int) -> None:
+        """Leave out what was said before the policy's last turns, so many of them, but for what the
+        conversation began with. What was heard before the first that is kept goes with the rest.
+        """
         if isinstance(turns, bool) or not isinstance(turns, int) or turns < 0:
             raise OperatorError(
                 f"chat.keep_last takes a number of turns, but got {turns!r}; give 0 or more"
@@ -406,10 +362,16 @@ class AskedChat:
             self.standing, self.rewritten = turns, rewriting("keep", turns)
 
     def rewrite(self, history: str | Iterable[Mapping[str, Any]]) -> None:
+        """Replace the past before the policy's next turn: a text, which in a chat is a user
+        message, or messages, the assistant's included. Earlier turns are trained as they were.
+        """
         self.rewritten = self._history(history)
         self.heard, self.standing = [], 0
 
     def reward(self, value: float) -> None:
+        """What the policy's last turn was worth: `turn_reward` at its last token. Several add
+        up.
+        """
         if not self.rewards:
             raise OperatorError(
                 f"chat.reward({value!r}) comes before the policy said anything; call chat.say first"
@@ -423,9 +385,15 @@ class AskedChat:
         self.rewards[-1] = total
 
     def invalid(self, why: str) -> None:
+        """Count the policy's last turn as unreadable for the world; where most turns are, the run
+        logs it.
+        """
         self.among.invalid = self.among.invalid[0] + 1, sound(str(why))[:MOST_OF_WHY]
 
     def cut_off(self) -> None:
+        """The world ends before its time: the finish reason is "length", as where the policy's
+        turns are used up.
+        """
         self.among.is_cut_off = True
 
     def _history(self, history: str | Iterable[Mapping[str, Any]]) -> str:

@@ -133,7 +133,7 @@ class WaitingTurn:
 
 ContextOf = Callable[[AnyArray, Sequence[SaidTurn], Sequence[Heard], str | None], AnyArray]
 """Tokens of all that the policy sees, from the prompt, the turns so far, what was heard behind them
-and how the past was rewritten before that: `TurnContext.context`."""
+and how the past was rewritten before that. int32."""
 
 
 @dataclass(kw_only=True)

@@ -8,7 +8,7 @@ import functools
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -44,26 +44,8 @@ KEPT_TEXTS = 4096
 """Short texts whose tokens are kept: worlds repeat themselves."""
 
 
-class TurnContext(Protocol):
-    """Turns one dialogue into tokens."""
-
-    def context(
-        self,
-        prompt: AnyArray,
-        turns: Sequence[SaidTurn],
-        heard: Sequence[Heard],
-        rewritten: str | None = None,
-    ) -> AnyArray:
-        """Tokens of the context of the policy's next turn, int32. Raises ChatError where there are
-        none. heard: the world's text after the last turn. rewritten: the past that replaces the
-        turns.
-
-        heard: behind the last turn. rewritten: how the past was, before that.
-        """
-
-
 class PlainContext:
-    """Each text encoded alone."""
+    """The tokens of one dialogue, each text encoded alone."""
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
@@ -76,6 +58,7 @@ class PlainContext:
         heard: Sequence[Heard],
         rewritten: str | None = None,
     ) -> AnyArray:
+        """As `dialogue.ContextOf`."""
         if rewritten is None:
             return np.concatenate([row_ids(prompt, turns), *map(self.encode, _texts(heard))])
         begin, stands = prompt, list[SaidTurn]()
@@ -167,6 +150,7 @@ class ChatContext:
         heard: Sequence[Heard],
         rewritten: str | None = None,
     ) -> AnyArray:
+        """As `dialogue.ContextOf`. Raises ChatError where there are none."""
         self._go_to(turns)
         if self._beyond != (tuple(heard), rewritten):
             self._go_on(heard, rewritten)

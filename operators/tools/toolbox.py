@@ -22,10 +22,11 @@ from operators.chat.tool_calls import (
     TextCalls,
     arguments_of,
     definitions_of,
+    distinct,
     format_of,
     result_of,
 )
-from operators.session_pool import SessionPool
+from operators.session_pool import SessionPool, until_loop_ends
 
 
 class TookTooLong(Exception):
@@ -41,9 +42,6 @@ class ToolSession(Protocol):
         """A call's result for the model; text beyond `characters` may be cut. Raises WorldFailed
         where the session itself is broken, so that the result is unknown; TookTooLong and other
         exceptions are told to the model.
-
-        Raises WorldFailed where the session itself is broken, so that nobody knows what the call
-        would have come to; TookTooLong, and whatever else it raises, is told to the model.
         """
 
     async def close(self) -> None:
@@ -191,13 +189,7 @@ class Toolbox:
         functions = [tool for tool in tools if not isinstance(tool, Toolset)]
         own = definitions_of(functions)
         theirs = [sound(toolset.definitions()) for toolset in self.toolsets]
-        self.definitions = [*own, *(definition for some in theirs for definition in some)]
-        names = [definition["function"]["name"] for definition in self.definitions]
-        twice = sorted({name for name in names if names.count(name) > 1})
-        if twice:
-            raise ChatError(
-                f"two tools have one name; found {twice} twice; leave one of them out, or rename it"
-            )
+        self.definitions = distinct([*own, *(tool for some in theirs for tool in some)])
         self.functions: dict[str, Callable[..., Any]] = {
             definition["function"]["name"]: function
             for definition, function in zip(own, functions, strict=True)
@@ -278,14 +270,7 @@ class Toolbox:
 
     def _keep(self) -> None:
         if self._keeping is None:
-            self._keeping = asyncio.get_running_loop().create_task(self._kept())
-
-    async def _kept(self) -> None:
-        """Wait for the end of the event loop, which cancels this, and close."""
-        try:
-            await asyncio.Event().wait()
-        finally:
-            await self.close()
+            self._keeping = asyncio.get_running_loop().create_task(until_loop_ends(self.close))
 
 
 def tool_faults(tools: Sequence[Any], calls: TextCalls | None, *, is_chat: bool) -> list[str]:

@@ -14,7 +14,7 @@ EPISODES = (
     Law(
         "bad text from a world fails only its own rollout",
         "test_what_a_world_says_is_made_sound_or_fails_its_own_rollout",
-        "operators.episodes:AskedChat._hear",
+        "operators.episodes:Chat._hear",
         without("sound"),
         "decoding bad bytes",
     ),

@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 
 from dataflow.errors import OperatorError
-from operators.episodes.chat import AskedChat, Chats, EpisodeOver, TurnQuestion, told
+from operators.episodes.chat import Chat, Chats, EpisodeOver, TurnQuestion, told
 from operators.episodes.conversations import ConversationOrigin
 
 
-def chat_of(*answers: str | None, **knobs: Any) -> tuple[AskedChat, list[TurnQuestion]]:
+def chat_of(*answers: str | None, **knobs: Any) -> tuple[Chat, list[TurnQuestion]]:
     left, asked = list(answers), list[TurnQuestion]()
 
     async def ask(body: bytes) -> bytes:
