@@ -77,52 +77,31 @@ def choose(sources: Sequence[RankSeat], destinations: Sequence[RankSeat]) -> str
     return chosen(RankSeats(sources), RankSeats(destinations))
 
 
-def chosen(sources: "RankSeats", destinations: "RankSeats") -> str:
-    """As `choose`, of a trainer whose ranks are looked up once for all of its readers."""
-    ends = sources.telling(destinations), destinations.telling(sources)
-    return next(
-        executor
-        for executor in EXECUTORS
-        if all(obstacle(executor, *pair) is None for pair in itertools.product(*ends))
-    )
-
-
 class RankSeats:
-    """Ranks, by what `obstacle` looks at: of hundreds there are a hundred thousand pairs, and few
-    that differ.
-    """
+    """The ranks of one end, by what decides: of hundreds there are a hundred thousand pairs."""
 
     def __init__(self, seats: Sequence[RankSeat]) -> None:
-        self.seats = seats
-        self._at: dict[tuple[str, str, str], list[int]] = {}
-        """Numbers of the ranks in a process, or on a device, of a machine."""
         self.machines = {seat.machine for seat in seats}
-        self._alike: dict[bool, dict[str, list[int]]] = {}
-        """Numbers of the ranks with one kind of memory, by machine."""
-        for number, seat in enumerate(seats):
-            for key in _keys(seat):
-                self._at.setdefault(key, []).append(number)
-            self._alike.setdefault(seat.gpu, {}).setdefault(seat.machine, []).append(number)
-
-    def telling(self, readers: "RankSeats") -> list[RankSeat]:
-        """Those that share a process or a device with one of the others; of the rest one for each
-        kind of memory on each of the others' machines, and on any other: `obstacle` tells nothing
-        else apart.
-        """
-        few, many = (self, readers) if len(self._at) < len(readers._at) else (readers, self)
-        near = {number for key in few._at if key in many._at for number in self._at[key]}
-        numbers, shared = [*near], self.machines & readers.machines
-        for alike in self._alike.values():
-            far = next((machine for machine in alike if machine not in shared), None)
-            for machine in (*shared, *([] if far is None else [far])):
-                numbers += [
-                    next((number for number in alike.get(machine, ()) if number not in near), -1)
-                ]
-        return [self.seats[number] for number in numbers if number >= 0]
+        self.processes = {(seat.machine, seat.process) for seat in seats}
+        self.devices = {(seat.machine, seat.device) for seat in seats}
+        self.on_gpus = all(seat.gpu for seat in seats)
 
 
-def _keys(seat: RankSeat) -> tuple[tuple[str, str, str], tuple[str, str, str]]:
-    return ("process", seat.machine, seat.process), ("device", seat.machine, seat.device)
+def chosen(sources: RankSeats, destinations: RankSeats) -> str:
+    """As `choose`, of a trainer whose ranks are looked up once for all of its readers: the first
+    for which no pair has an `obstacle`.
+    """
+    apart = sources.processes.isdisjoint(destinations.processes)
+    within = apart and len(sources.machines | destinations.machines) == 1
+    on_gpus = apart and sources.on_gpus and destinations.on_gpus
+    serves = {
+        "local": not apart and len(sources.processes | destinations.processes) == 1,
+        "cuda_ipc": within and on_gpus,
+        "shared_memory": within,
+        "nccl": on_gpus and sources.devices.isdisjoint(destinations.devices),
+        "gloo": apart,
+    }
+    return next(executor for executor in EXECUTORS if serves[executor])
 
 
 def obstacle(executor: str, source: RankSeat, destination: RankSeat) -> str | None:

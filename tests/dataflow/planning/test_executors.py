@@ -322,7 +322,7 @@ def test_a_trainer_with_readers_of_two_kinds_offers_each_version_to_both() -> No
         min_size=2,
     )
 )
-def test_of_many_ranks_few_pairs_tell_what_all_of_them_would(
+def test_of_many_ranks_sets_tell_what_all_pairs_would(
     drawn: list[tuple[str, str, str]],
 ) -> None:
     seats = [
