@@ -200,61 +200,39 @@ def summary_lines(summary: Summary, glyphs: Glyphs, width: int | None = None) ->
         rows.append(("staleness", f"{mean} mean, {most} max", ""))
     if known(summary.restarts):
         rows.append(("restarts", count(summary.restarts), "see faults.jsonl"))
-    lines: list[StyledLine] = [head]
-    for name, value, note in rows:
-        lines.append(
-            [(f"  {name:<12}", "dim"), (value, "strong"), *([(f"  {note}", "dim")] if note else [])]
-        )
-    for number, foreseen in enumerate(summary.foreseen):
-        lines.append([(f"  {'' if number else 'foreseen':<12}", "dim"), (clean(foreseen), "")])
-    shown = summary.faults[-_FAULTS:]
-    for number, fault in enumerate(shown):
-        lines.append([(f"  {'' if number else 'faults':<12}", "dim"), (clean(fault), "")])
-    if len(summary.faults) > len(shown):
-        lines.append(
-            [
-                (f"  {'':<12}", "dim"),
-                (f"and {len(summary.faults) - len(shown)} before these", "dim"),
-            ]
-        )
-    last, before = summary.changes[-_CHANGES:], ""
-    for verb, text in last:
-        lines.append([(f"  {'' if verb == before else verb:<12}", "dim"), (clean(text), "")])
-        before = verb
-    if len(summary.changes) > len(last):
-        lines.append(
-            [
-                (f"  {'':<12}", "dim"),
-                (f"after {len(summary.changes) - len(last)} other changes", "dim"),
-            ]
-        )
-    if summary.hosts:
-        lines.append([(f"  {'hosts':<12}", "dim"), (clean(summary.hosts), "")])
-    if summary.signal:
-        lines.append([(f"  {'signal':<12}", "dim"), (clean(summary.signal), "bad")])
-    if summary.verdict:
-        verdict = "" if summary.is_clean is None else "good" if summary.is_clean else "bad"
-        lines.append([(f"  {'ledger':<12}", "dim"), (clean(summary.verdict), verdict)])
-    for number, model in enumerate(summary.models):
-        lines.append(
-            [
-                (f"  {'' if number else 'model':<12}", "dim"),
-                (clean(model), "strong"),
-                ("  trained, as Hugging Face has them", "dim"),
-            ]
-        )
-    if summary.folder:
-        size = (
-            f"  {size_of(summary.folder_bytes)}" if known(summary.folder_bytes) is not None else ""
-        )
-        not_kept = f", {clean(summary.not_kept)}" if summary.not_kept else ""
-        lines.append(
-            [
-                (f"  {'run folder':<12}", "dim"),
-                (clean(summary.folder), ""),
-                (f"{size}{not_kept}", "dim"),
-            ]
-        )
+    faults, changes = summary.faults[-_FAULTS:], summary.changes[-_CHANGES:]
+    more = len(summary.faults) - len(faults), len(summary.changes) - len(changes)
+    verdict = "" if summary.is_clean is None else "good" if summary.is_clean else "bad"
+    size = f"  {size_of(summary.folder_bytes)}" if known(summary.folder_bytes) is not None else ""
+    not_kept = f", {clean(summary.not_kept)}" if summary.not_kept else ""
+    facts = [
+        *((name, value, "strong", f"  {note}" if note else "") for name, value, note in rows),
+        *(("foreseen", text, "", "") for text in summary.foreseen),
+        *(("faults", text, "", "") for text in faults),
+        ("faults", f"and {more[0]} before these" if more[0] else "", "dim", ""),
+        *((verb, text, "", "") for verb, text in changes),
+        (
+            changes[-1][0] if changes else "",
+            f"after {more[1]} other changes" if more[1] else "",
+            "dim",
+            "",
+        ),
+        ("hosts", summary.hosts, "", ""),
+        ("signal", summary.signal, "bad", ""),
+        ("ledger", summary.verdict, verdict, ""),
+        *(
+            ("model", text, "strong", "  trained, as Hugging Face has them")
+            for text in summary.models
+        ),
+        ("run folder", summary.folder, "", f"{size}{not_kept}"),
+    ]
+    lines, before = [head], ""
+    for name, text, style, note in facts:
+        if text:
+            label = "" if name == before else name
+            noted = [(note, "dim")] if note else []
+            lines.append([(f"  {label:<12}", "dim"), (clean(text), style), *noted])
+            before = name
     if summary.commands:
         commands = [(clean(command), clean(shows)) for command, shows in summary.commands]
         longest = max(len(command) for command, _ in commands)
