@@ -3,10 +3,10 @@ pages.
 """
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from importlib import resources
-from itertools import pairwise
+from itertools import combinations, pairwise
 from string import Template
 from typing import Any, TypeAlias
 
@@ -336,7 +336,8 @@ def _title(picture: Picture) -> float:
 
 
 def _pieces(nodes: Sequence[str], layout: DrawnLayout, title: float) -> list[Rect]:
-    members, outsiders = _members_of(layout.boxes, nodes)
+    members = [layout.boxes[name] for name in nodes]
+    outsiders = [rect for name, rect in layout.boxes.items() if name not in set(nodes)]
     rects = frame_pieces(members, outsiders, reach=300.0)
     return [piece.grown(FRAME_PAD, FRAME_PAD + title - 3, FRAME_PAD) for piece in rects]
 
@@ -346,35 +347,20 @@ def frame_pieces(members: Sequence[Rect], outsiders: Sequence[Rect], reach: floa
     others.
     """
     rects = list(members)
-    merged = len(rects) <= MOST_MERGED
-    while merged:
-        merged = False
+    while len(members) <= MOST_MERGED:
         rects.sort(key=lambda rect: (rect.left, rect.top))
-        for first in range(len(rects)):
-            for second in range(first + 1, len(rects)):
-                union = rects[first].union(rects[second])
-                if _is_near(rects[first], rects[second], reach) and not any(
-                    union.touches(o) for o in outsiders
-                ):
-                    rects[first] = union
-                    del rects[second]
-                    merged = True
-                    break
-            if merged:
-                break
+        merging = (
+            (first, second)
+            for first, second in combinations(rects, 2)
+            if first.grown(reach, reach, reach).touches(second)
+            and not any(first.union(second).touches(other) for other in outsiders)
+        )
+        pair = next(merging, None)
+        if pair is None:
+            break
+        rects = [rect for rect in rects if rect is not pair[0] and rect is not pair[1]]
+        rects.append(pair[0].union(pair[1]))
     return rects
-
-
-def _members_of(boxes: Mapping[str, Rect], nodes: Sequence[str]) -> tuple[list[Rect], list[Rect]]:
-    """The boxes of a frame, and those of all others."""
-    inside = set(nodes)
-    return [boxes[name] for name in nodes], [
-        rect for name, rect in boxes.items() if name not in inside
-    ]
-
-
-def _is_near(first: Rect, second: Rect, reach: float) -> bool:
-    return first.grown(reach, reach, reach).touches(second)
 
 
 def _frame(shade: int, frame: DeviceFrame, rect: Rect) -> str:

@@ -2,6 +2,8 @@
 
 from collections.abc import Sequence
 
+import networkx as nx
+
 from dataflow.draw.picture import DeviceFrame, OperatorBox, Picture, column_lines
 from dataflow.draw.theme import LIGHT, LIGHT_FRAMES, LIGHT_STREAMS, dot, mermaid, yaml
 
@@ -105,24 +107,17 @@ def _where(frame: DeviceFrame) -> str:
 
 def _clusters(picture: Picture) -> list[tuple[int, DeviceFrame, list[str]]]:
     """Frames (with their number) in linked pieces, each node in the first that names it."""
-    beside: dict[str, list[str]] = {}
-    for wire in picture.wires:
-        beside.setdefault(wire.tail, []).append(wire.head)
-        beside.setdefault(wire.head, []).append(wire.tail)
+    linked: nx.Graph[str] = nx.Graph()
+    linked.add_nodes_from(box.name for box in picture.boxes)
+    linked.add_edges_from((wire.tail, wire.head) for wire in picture.wires)
     framed: set[str] = set()
     clusters = []
     for number, frame in enumerate(picture.frames):
-        unplaced = dict.fromkeys(name for name in frame.nodes if name not in framed)
-        framed.update(unplaced)
-        while unplaced:
-            piece = [next(iter(unplaced))]
-            del unplaced[piece[0]]
-            for name in piece:
-                for neighbour in beside.get(name, []):
-                    if neighbour in unplaced:
-                        del unplaced[neighbour]
-                        piece.append(neighbour)
-            clusters.append((number, frame, piece))
+        names = [name for name in dict.fromkeys(frame.nodes) if name not in framed]
+        framed.update(names)
+        pieces = nx.connected_components(linked.subgraph(names))
+        for piece in sorted(pieces, key=lambda piece: min(map(names.index, piece))):
+            clusters.append((number, frame, [name for name in names if name in piece]))
     return clusters
 
 

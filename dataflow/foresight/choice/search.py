@@ -111,24 +111,6 @@ def cost_of(foreseen: Foreseen, prices: Mapping[str, float] | None = None) -> fl
     )
 
 
-def best_ways(
-    graph: Graph,
-    devices: Devices,
-    *,
-    workload: Workload | None = None,
-    steps: int | None = None,
-    constants: Constants = ASSUMED_CONSTANTS,
-) -> Sequence[Way]:
-    """The best ten ways to deal all devices out as the graph declares, the one with the shortest
-    step first.
-
-    GraphError as `choose`.
-    """
-    return choose(
-        graph, devices, workload=workload, steps=steps, constants=constants, knobs=False
-    ).ways
-
-
 def choose(
     graph: Graph,
     devices: Devices,

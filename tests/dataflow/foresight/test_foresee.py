@@ -11,7 +11,7 @@ from made_tables import put, write_flat
 from dataflow import Devices, Graph, GraphError, LoRA, Model, main, scorer
 from dataflow.foresight.calibration import read_constants
 from dataflow.foresight.choice.candidates import candidates
-from dataflow.foresight.choice.search import best_ways, choose, ways
+from dataflow.foresight.choice.search import choose, ways
 from dataflow.foresight.command import read_devices
 from dataflow.foresight.foresee import Foreseen, foresee
 from dataflow.foresight.kernel_tables import _read
@@ -461,7 +461,12 @@ def test_a_generator_is_foreseen_by_measured_kernels_and_the_output_names_them(
     with pytest.raises(GraphError, match=r"H100 has no measured .* of vLLM 0.9.0; found 0.24.0"):
         foresee(graph(model), room, gpus=EIGHT_AND_EIGHT, constants=read_constants("kernels:0.9.0"))
     with pytest.raises(GraphError, match="L40S has no measured"):
-        best_ways(graph(model), read_devices("64xL40S"), constants=read_constants("kernels"))
+        choose(
+            graph(model),
+            read_devices("64xL40S"),
+            constants=read_constants("kernels"),
+            knobs=False,
+        )
 
 
 def test_a_generator_is_foreseen_by_measured_servers_and_other_names_are_refused(
@@ -489,7 +494,7 @@ def test_a_generator_is_foreseen_by_measured_servers_and_other_names_are_refused
     ):
         read_constants("guess")
     with pytest.raises(GraphError, match="constants to foresee with are 'serving:1'; take one of"):
-        best_ways(graph(model), room, constants=read_constants("serving:1"))
+        choose(graph(model), room, constants=read_constants("serving:1"), knobs=False)
 
 
 @episode
