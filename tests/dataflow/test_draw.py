@@ -17,8 +17,9 @@ from xml.etree import ElementTree
 import networkx as nx
 import pyarrow as pa
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from rigs.examples import examples
 
 from dataflow.draw import DeviceFrame, draw, mimebundle, render_svg, reward_curve_svg
 from dataflow.draw.charts import timeline_svg
@@ -160,7 +161,7 @@ def stretches(points: tuple[tuple[float, float], ...]) -> list[Rect]:
     ]
 
 
-@settings(max_examples=150)
+@examples(150)
 @given(drawings())
 def test_boxes_never_overlap_and_no_edge_runs_through_a_box(
     drawing: tuple[dict[str, Size], list[ForwardEdge], list[BackEdge]],
@@ -180,7 +181,7 @@ def test_boxes_never_overlap_and_no_edge_runs_through_a_box(
         assert not any(stretch.touches(smaller) for stretch in stretches(path))
 
 
-@settings(max_examples=60)
+@examples(60)
 @given(drawings())
 def test_every_link_flows_to_the_right_from_its_tail_to_its_head(
     drawing: tuple[dict[str, Size], list[ForwardEdge], list[BackEdge]],
@@ -372,7 +373,7 @@ HOSTILE = st.one_of(
 )
 
 
-@settings(max_examples=60)
+@examples(60)
 @given(st.lists(HOSTILE, min_size=2, max_size=4, unique=True), HOSTILE)
 def test_no_name_breaks_out_of_any_format(names: list[str], text: str) -> None:
     graph = nx.MultiDiGraph()

@@ -5,8 +5,9 @@ deadlock.
 import numpy as np
 import pyarrow as pa
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from rigs.examples import examples
 
 from dataflow.staleness import NO_TOKEN, admissible, admit, oldest_versions, sweep
 from dataflow.tokens.ragged import staleness_at, staleness_parts
@@ -70,7 +71,7 @@ class Loop:
         return self.place > before
 
 
-@settings(max_examples=150)
+@examples(150)
 @given(
     prompts_per_step=st.integers(1, 4),
     max_staleness=st.integers(0, 3),

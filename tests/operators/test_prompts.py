@@ -13,8 +13,9 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from rigs.examples import examples
 from rigs.policy import CHAT_TEMPLATE
 
 from dataflow import Graph, Model, collect
@@ -643,7 +644,7 @@ def test_the_order_of_a_seed_never_changes() -> None:
 PINNED = [6, 3, 4, 0, 2, 7, 5, 1]
 
 
-@settings(max_examples=40)
+@examples(40)
 @given(rows=st.integers(1, 70), seed=st.none() | st.integers(0, 9), at=st.integers(0, 200))
 def test_a_source_that_starts_in_the_middle_issues_what_it_would_have_issued(
     rows: int, seed: int | None, at: int

@@ -5,10 +5,11 @@ import math
 from typing import Any
 
 import pytest
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 from rich.cells import cell_len
 from rich.console import Console
+from rigs.examples import examples
 
 from dataflow.display import (
     EdgeSnapshot,
@@ -443,7 +444,7 @@ NO_ROOM_FOR_NODES = (
 )
 
 
-@settings(max_examples=200)
+@examples(200)
 @given(SNAPSHOTS, st.lists(st.floats(), max_size=50), SCREENS)
 @example(*NO_ROOM_FOR_NODES)
 def test_any_snapshot_fits_any_screen(
@@ -456,7 +457,7 @@ def test_any_snapshot_fits_any_screen(
         assert not any(ord(char) < 32 for char in text_of(line))
 
 
-@settings(max_examples=60)
+@examples(60)
 @given(SNAPSHOTS, SUMMARIES, ODD_TEXT, st.integers(1, 120), st.sampled_from(["utf-8", "ascii"]))
 def test_no_view_raises_whatever_it_is_given(
     snapshot: Snapshot, summary: Summary, text: str, width: int, encoding: str

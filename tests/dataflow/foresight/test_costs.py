@@ -7,8 +7,9 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from rigs.examples import examples
 from torch.utils.flop_counter import FlopCounterMode
 
 from dataflow.errors import GraphError
@@ -144,7 +145,7 @@ def test_what_a_device_cannot_compute_in_is_refused() -> None:
 
 
 @given(mean=st.floats(2, 3000), most=st.floats(3100, 30000), sigma=st.floats(0, 1.5))
-@settings(max_examples=30, deadline=None)
+@examples(30)
 def test_lengths_have_the_mean_that_was_asked_for(mean: float, most: float, sigma: float) -> None:
     found = Lengths.drawn(mean, most, sigma)
     assert found.mean == pytest.approx(mean, rel=0.01) and found.most <= most
@@ -185,7 +186,7 @@ def test_a_step_of_one_rollout_takes_as_long_as_its_weights_are_read() -> None:
 
 
 @given(rollouts=st.floats(1, 900), more=st.floats(1, 2), tensor=st.sampled_from([1, 2, 4, 8]))
-@settings(max_examples=40, deadline=None)
+@examples(40)
 def test_more_rollouts_never_take_less_time_and_never_more_each(
     rollouts: float, more: float, tensor: int
 ) -> None:
@@ -198,7 +199,7 @@ def test_more_rollouts_never_take_less_time_and_never_more_each(
 
 
 @given(rollouts=st.floats(64, 900))
-@settings(max_examples=20, deadline=None)
+@examples(20)
 def test_a_batch_whose_places_are_taken_again_is_faster_than_one_that_empties(
     rollouts: float,
 ) -> None:
@@ -225,7 +226,7 @@ def test_the_longest_of_many_more_is_longer() -> None:
 
 
 @given(rollouts=st.floats(0.5, 4000), stages=st.sampled_from([1, 2, 4, 16]))
-@settings(max_examples=30, deadline=None)
+@examples(30)
 def test_a_pipeline_decodes_parts_of_a_batch_at_once_or_the_whole_batch_in_each_stage(
     rollouts: float, stages: int
 ) -> None:

@@ -2,9 +2,10 @@
 shared memory binds.
 """
 
-from hypothesis import assume, given, settings
+from hypothesis import assume, given
 from hypothesis import strategies as st
 from memory_bounds import Best, Problem, best_asynchronous, best_synchronous
+from rigs.examples import examples
 
 NUMBER = st.floats(0.1, 10)
 
@@ -37,7 +38,7 @@ def both(problem: Problem, **how: bool) -> tuple[Best, Best]:
 
 
 @given(problems())
-@settings(max_examples=150, deadline=None)
+@examples(150)
 def test_the_best_asynchronous_placement_is_never_slower_where_devices_may_be_split(
     problem: Problem,
 ) -> None:
@@ -46,7 +47,7 @@ def test_the_best_asynchronous_placement_is_never_slower_where_devices_may_be_sp
 
 
 @given(problems())
-@settings(max_examples=150, deadline=None)
+@examples(150)
 def test_it_is_faster_wherever_the_bound_that_both_share_binds(problem: Problem) -> None:
     sync, other = both(problem)
     assume(sync.binds)
@@ -78,7 +79,7 @@ def test_with_whole_copies_it_need_not_hold() -> None:
 
 
 @given(problems())
-@settings(max_examples=50, deadline=None)
+@examples(50)
 def test_whole_copies_are_never_faster_than_split_ones_and_come_near_with_many(
     problem: Problem,
 ) -> None:

@@ -6,8 +6,9 @@ from collections import Counter
 from collections.abc import Callable
 from functools import partial
 
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from rigs.examples import examples
 
 from dataflow.worker.acknowledgements import Acknowledgements
 
@@ -77,7 +78,7 @@ def test_who_keeps_a_group_hears_that_it_has_an_outcome_also_where_it_began() ->
     assert released == [("a", 4)]
 
 
-@settings(max_examples=150)
+@examples(150)
 @given(st.data())
 def test_every_group_of_a_delivery_is_acknowledged_once_and_not_while_it_is_needed(
     data: st.DataObject,

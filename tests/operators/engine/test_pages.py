@@ -2,8 +2,9 @@
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from rigs.examples import examples
 
 from operators.engine.attention import page_count
 from operators.engine.pages import PAGE, Pages, pages_for
@@ -75,7 +76,7 @@ def test_idle_prefixes_make_room_those_unused_for_longest_first():
         pages.take(3)
 
 
-@settings(max_examples=200)
+@examples(200)
 @given(st.lists(st.tuples(st.sampled_from("tsrfk"), st.integers(0, 9)), max_size=60))
 def test_no_page_is_lost_or_held_by_surprise(moves):
     pages, rows = Pages(10), []

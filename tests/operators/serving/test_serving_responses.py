@@ -4,8 +4,9 @@ gets.
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from rigs.examples import examples
 from serving_rig import END, byte_tokenizer
 
 from dataflow.tokens.rollout_tokens import RolloutTokens
@@ -79,7 +80,7 @@ def added_up(kind, chunks, n):
 
 
 @pytest.mark.parametrize("kind", ["completion", "chat"])
-@settings(max_examples=150)
+@examples(150)
 @given(data=st.data())
 def test_chunks_add_up_to_the_whole_answer(kind, data):
     n = data.draw(st.integers(1, 3))

@@ -5,8 +5,9 @@ decoding.
 import itertools
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from rigs.examples import examples
 from serving_rig import END, byte_tokenizer
 
 from operators.serving.text import Transcript, Vocabulary, held_back
@@ -29,7 +30,7 @@ def grown(tokenizer, tokens, stops=()):
 
 
 @pytest.mark.parametrize("kind", TOKENIZERS)
-@settings(max_examples=200)
+@examples(200)
 @given(data=st.data())
 def test_the_stream_of_any_tokens_is_their_decoding(kind, data):
     tokenizer = TOKENIZERS[kind]
@@ -41,7 +42,7 @@ def test_the_stream_of_any_tokens_is_their_decoding(kind, data):
 
 
 @pytest.mark.parametrize("kind", TOKENIZERS)
-@settings(max_examples=100)
+@examples(100)
 @given(text=TEXTS)
 def test_half_a_character_is_never_shown(kind, text):
     tokenizer = TOKENIZERS[kind]
@@ -50,7 +51,7 @@ def test_half_a_character_is_never_shown(kind, text):
     assert end == tokenizer.decode(tokens) and "\ufffd" not in "".join(shown)
 
 
-@settings(max_examples=200)
+@examples(200)
 @given(text=TEXTS, stops=st.lists(st.text("abc é", min_size=1, max_size=4), min_size=1, max_size=3))
 def test_nothing_of_a_stop_string_is_shown(text, stops):
     tokenizer = TOKENIZERS["bytes"]

@@ -5,8 +5,9 @@ rows travel.
 from dataclasses import replace
 
 import numpy as np
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from rigs.examples import examples
 from trainer_rig import group, rows_of
 
 from dataflow.tokens.rollout_tokens import RolloutTokens, SamplingMask
@@ -63,7 +64,7 @@ def costs_of(tokens, offsets, parts):
     return found
 
 
-@settings(max_examples=200)
+@examples(200)
 @given(GROUPS, st.integers(1, 5), st.integers(1, 120), st.booleans())
 def test_every_rollout_is_in_exactly_one_micro_batch_and_ranks_have_as_many(
     groups, ranks, limit, whole
@@ -83,7 +84,7 @@ def test_every_rollout_is_in_exactly_one_micro_batch_and_ranks_have_as_many(
                 )
 
 
-@settings(max_examples=200)
+@examples(200)
 @given(GROUPS, st.integers(1, 5), st.integers(1, 120), st.booleans())
 def test_no_micro_batch_is_above_the_limit_that_can_be_below_it(groups, ranks, limit, whole):
     tokens, offsets, numbers = step(groups)

@@ -9,8 +9,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
+from rigs.examples import examples
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from transport.compile import compiled
@@ -83,7 +84,7 @@ def contents(tensor: torch.Tensor) -> bytes:
     return dense_bytes(tensor).numpy().tobytes()
 
 
-@settings(max_examples=60)
+@examples(60)
 @given(size=ODD_SIZES, skip=st.integers(0, 70), seed=st.integers(0, 99))
 def test_every_way_to_sum_gives_what_the_definition_says(size, skip, seed):
     data = noise(size + skip, seed)[skip:]
@@ -127,7 +128,7 @@ def test_sums_of_pieces_join_to_the_sum_of_the_whole(kernels):
     assert sums.folded(sums.joined(first, second, 50)[None]).tolist() == [wordsum(data)]
 
 
-@settings(max_examples=60)
+@examples(60)
 @given(size=st.integers(1, 2000), data=st.data())
 def test_a_flipped_bit_is_found_wherever_it_is(size, data):
     buffer = noise(size)
@@ -136,7 +137,7 @@ def test_a_flipped_bit_is_found_wherever_it_is(size, data):
     assert wordsum(buffer) != before
 
 
-@settings(max_examples=60)
+@examples(60)
 @given(words=st.integers(2, 400), data=st.data())
 def test_swapped_words_are_found(words, data):
     buffer = noise(8 * words).view(torch.int64)
@@ -149,7 +150,7 @@ def test_swapped_words_are_found(words, data):
 
 
 @pytest.mark.parametrize("threads", [1, 3])
-@settings(max_examples=40)
+@examples(40)
 @given(
     sizes=st.lists(ODD_SIZES, min_size=1, max_size=5),
     skip=st.integers(0, 65),
@@ -172,7 +173,7 @@ def test_bytes_are_copied_as_they_are_and_nothing_beside_them(threads, sizes, sk
 
 
 @pytest.mark.parametrize("threads", [1, 3])
-@settings(max_examples=60)
+@examples(60)
 @given(
     data=st.data(),
     dtype=st.sampled_from([torch.float32, torch.bfloat16, torch.int8, torch.float64]),
@@ -245,7 +246,7 @@ def test_a_cast_rounds_to_the_nearest_and_ties_to_even_for_every_kind_of_float(k
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@settings(max_examples=40)
+@examples(40)
 @given(rows=st.integers(1, 5), columns=st.integers(1, 5000), skip=st.integers(0, 3))
 def test_strided_casts_are_summed_as_they_are_written(dtype, rows, columns, skip):
     source = torch.randn(rows, columns + skip)[:, skip:]
