@@ -59,8 +59,8 @@ from dataflow.system.channel import Channel
 from dataflow.system.child import program
 from dataflow.system.clocks import AwakeClock
 from dataflow.system.interrupts import ECHO_S
-from dataflow.system.messages import MESSAGE_BYTES, Frames, MessageError, Numbered, Refused
-from dataflow.system.security import RunKeys, give_up_soon, present
+from dataflow.system.messages import Frames, MessageError, Numbered, Refused
+from dataflow.system.security import RunKeys, dealer_to, give_up_soon
 
 # An agent's socket to the scheduler, which shows the run's key, and what is wrong with the
 # connection in plain text.
@@ -93,16 +93,12 @@ class SchedulerSocket:
         """Where it leads, and what is wrong with that as far as is known."""
         self._numbered = Numbered()
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self.socket = self._context.socket(zmq.DEALER)
-        for option, value in (
-            (zmq.LINGER, 1000),
-            (zmq.SNDHWM, _KEPT),
-            (zmq.MAXMSGSIZE, MESSAGE_BYTES),
-            (zmq.IPV6, "[" in address),
-        ):
-            self.socket.setsockopt(option, int(value))
-        self.socket.setsockopt(zmq.IDENTITY, name.encode())
-        present(self.socket, keys.senders)
+        self.socket = dealer_to(
+            self._context,
+            address,
+            keys,
+            {zmq.LINGER: 1000, zmq.SNDHWM: _KEPT, zmq.IDENTITY: name.encode()},
+        )
         give_up_soon(self.socket, address)
         self._monitor: zmq.Socket[Any] = self.socket.get_monitor_socket()
         self.socket.connect(address)

@@ -20,8 +20,8 @@ from dataflow.errors import DeadlineError, GraphError
 from dataflow.launchers.launcher import Joining
 from dataflow.launchers.local import Local, Slot
 from dataflow.system.addresses import resolved
-from dataflow.system.messages import MESSAGE_BYTES, Codec, Message, MessageError, Natural, Secret
-from dataflow.system.security import Listener, RunKeys, endpoint, present, read_private
+from dataflow.system.messages import Codec, Message, MessageError, Natural, Secret
+from dataflow.system.security import Listener, RunKeys, dealer_to, endpoint, read_private
 
 # How a process that knows an address and a secret learns which run it is to join, and with which
 # keys.
@@ -119,11 +119,7 @@ def ask(address: str, keys: RunKeys, rank: int, within_s: float) -> JoinReply:
     answers.
     """
     deadline = time.monotonic() + within_s
-    with zmq.Context() as context, context.socket(zmq.DEALER) as socket:
-        socket.setsockopt(zmq.LINGER, 0)
-        socket.setsockopt(zmq.MAXMSGSIZE, MESSAGE_BYTES)
-        socket.setsockopt(zmq.IPV6, int("[" in address))
-        present(socket, keys.senders)
+    with zmq.Context() as context, dealer_to(context, address, keys) as socket:
         socket.connect(address)
         while time.monotonic() < deadline:
             if socket.poll(0, zmq.POLLOUT):

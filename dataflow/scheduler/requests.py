@@ -17,7 +17,7 @@ from dataflow.folder.run_folder import RunFolder
 from dataflow.folder.socket_folder import CONTROL
 from dataflow.system.messages import Codec, Message, MessageError, Natural, Plain, Refused
 from dataflow.system.processes import user_here
-from dataflow.system.security import RunKeys, present
+from dataflow.system.security import RunKeys, dealer_to
 
 ANSWER_S = 10.0
 SWAPPED_S = 45.0
@@ -293,11 +293,8 @@ def _exchange(folder: RunFolder, request: Request, kind: type[R], timeout_s: flo
     address, keys, whom = _address(folder), _keys(folder), folder.read_json(CONTROL)
     deadline = time.monotonic() + timeout_s
     # of the process: each has threads of its own
-    dealer: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.DEALER)
-    dealer.set(zmq.IDENTITY, f"client-{secrets.token_hex(8)}".encode())
-    dealer.set(zmq.LINGER, 0)
-    if keys is not None:
-        present(dealer, keys.senders)
+    name = f"client-{secrets.token_hex(8)}".encode()
+    dealer = dealer_to(zmq.Context.instance(), address, keys, {zmq.IDENTITY: name})
     try:
         dealer.connect(address)
         dealer.send(REQUESTS.encode(request))

@@ -30,6 +30,7 @@ __all__ = [
     "RunKeys",
     "again_at",
     "check_listen",
+    "dealer_to",
     "endpoint",
     "give_up_soon",
     "present",
@@ -65,6 +66,27 @@ def check_listen(host: str) -> None:
         ) from None
 
 
+def dealer_to(
+    context: "zmq.Context[Any]",
+    address: str,
+    keys: RunKeys | None,
+    options: Mapping[int, int | bytes] = {},
+) -> "zmq.Socket[Any]":
+    """A DEALER socket to who listens at an address, with the run's keys where it has them; before
+    it connects. options: where they are others.
+    """
+    socket: zmq.Socket[Any] = context.socket(zmq.DEALER)
+    for option, value in {**_usual(address), **options}.items():
+        socket.set(option, value)
+    if keys is not None:
+        present(socket, keys.senders)
+    return socket
+
+
+def _usual(address: str) -> Mapping[int, int | bytes]:
+    return {zmq.LINGER: 0, zmq.MAXMSGSIZE: MESSAGE_BYTES, zmq.IPV6: int("[" in address)}
+
+
 class Listener:
     """A ROUTER socket at an address, for holders of the run's keys alone where it has them."""
 
@@ -77,12 +99,7 @@ class Listener:
         self._guard = None if keys is None else Guard(keys.receivers)
         self._context: zmq.Context[Any] = self._guard.context if self._guard else zmq.Context()
         self.socket: zmq.Socket[bytes] = self._context.socket(zmq.ROUTER)
-        usual: Mapping[int, int] = {
-            zmq.LINGER: 0,
-            zmq.MAXMSGSIZE: MESSAGE_BYTES,
-            zmq.IPV6: int("[" in address),
-        }
-        for option, value in {**usual, **options}.items():
+        for option, value in {**_usual(address), **options}.items():
             self.socket.set(option, value)
         if self._guard is not None:
             self._guard.protect(self.socket)

@@ -12,8 +12,8 @@ import zmq
 
 from dataflow.system import stacks
 from dataflow.system.clocks import AwakeClock
-from dataflow.system.messages import MESSAGE_BYTES, Life, MessageError
-from dataflow.system.security import RunKeys, present
+from dataflow.system.messages import Life, MessageError
+from dataflow.system.security import RunKeys, dealer_to
 from dataflow.worker.messages import (
     TO_SCHEDULER,
     TO_WORKER,
@@ -115,13 +115,12 @@ class SchedulerLink:
     def _serve(self) -> None:
         wake = self._zmq.socket(zmq.PAIR)
         wake.connect(f"inproc://wake-{os.getpid()}-{self._name}")
-        dealer = self._zmq.socket(zmq.DEALER)
-        dealer.setsockopt(zmq.IDENTITY, self._name.encode())
-        dealer.setsockopt(zmq.LINGER, 1000)
-        dealer.setsockopt(zmq.SNDHWM, _UNSENT)
-        dealer.setsockopt(zmq.MAXMSGSIZE, MESSAGE_BYTES)
-        if self._keys is not None and self._address.startswith("tcp://"):
-            present(dealer, self._keys.senders)
+        dealer = dealer_to(
+            self._zmq,
+            self._address,
+            self._keys if self._address.startswith("tcp://") else None,
+            {zmq.LINGER: 1000, zmq.SNDHWM: _UNSENT, zmq.IDENTITY: self._name.encode()},
+        )
         dealer.connect(self._address)
         heard_at = sent = sought = self._clock()
         alone = False

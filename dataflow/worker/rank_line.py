@@ -32,7 +32,7 @@ from dataflow.system.child import Child, fork
 from dataflow.system.log import node_log
 from dataflow.system.messages import Life, MessageError
 from dataflow.system.rank_places import RankPlaces, Spreads
-from dataflow.system.security import Listener, RunKeys, endpoint, present
+from dataflow.system.security import Listener, RunKeys, dealer_to, endpoint
 from dataflow.worker import rank_messages as messages
 from dataflow.worker.host import Settings
 from dataflow.worker.rank_messages import Delete, Get, RankPipe, Set, StoredValues
@@ -438,15 +438,12 @@ class RankHost:
         assert keys is not None, "a run over hosts has keys"
         self._settings, self._made = settings, made
         self._context: zmq.Context[Any] = zmq.Context()
-        self._line: zmq.Socket[Any] = self._context.socket(zmq.DEALER)
-        for option, value in (
-            (zmq.SNDHWM, 0),
-            (zmq.RCVHWM, 0),
-            (zmq.LINGER, 1000),
-            (zmq.IPV6, "[" in settings.ranks_at),
-        ):
-            self._line.setsockopt(option, int(value))
-        present(self._line, keys.senders)
+        self._line = dealer_to(
+            self._context,
+            settings.ranks_at,
+            keys,
+            {zmq.SNDHWM: 0, zmq.RCVHWM: 0, zmq.LINGER: 1000},
+        )
         self._monitor: zmq.Socket[Any] = self._line.get_monitor_socket()
         self._line.connect(settings.ranks_at)
         self._follow: Callable[[int, int], int] | None = None

@@ -28,7 +28,7 @@ import zmq
 from dataflow.errors import RunError
 from dataflow.system.clocks import LOOK_S, AwakeClock, Countdown
 from dataflow.system.rank_places import RankPlaces
-from dataflow.system.security import RunKeys, present
+from dataflow.system.security import RunKeys, dealer_to
 from dataflow.worker.cpu_watchdog import CpuWatchdog
 from dataflow.worker.rank_messages import (
     FROM_RANK_ZERO,
@@ -139,10 +139,7 @@ class RankZeroStore(dist.Store):  # type: ignore[name-defined, misc]
         self._lock = threading.Lock()
         """gloo and NCCL ask in threads of their own."""
         self._context: zmq.Context[Any] = zmq.Context()
-        self._line: zmq.Socket[Any] = self._context.socket(zmq.DEALER)
-        self._line.setsockopt(zmq.LINGER, 0)
-        self._line.setsockopt(zmq.IPV6, int("[" in address))
-        present(self._line, keys.senders)
+        self._line = dealer_to(self._context, address, keys)
         self._line.connect(address)
 
     def set(self, key: str, value: Any) -> None:

@@ -38,7 +38,7 @@ from dataflow.folder.placing import Placing, put
 from dataflow.system.clocks import AwakeClock
 from dataflow.system.files import RunFolderError, disk, write_atomically
 from dataflow.system.messages import Life, MessageError
-from dataflow.system.security import RunKeys, give_up_soon, present
+from dataflow.system.security import RunKeys, dealer_to, give_up_soon
 
 METRICS = "metrics.jsonl"
 """All lines of it are in the scheduler's folder."""
@@ -198,14 +198,10 @@ class ServiceSocket:
         self._zmq.term()
 
     def _connected(self) -> "zmq.Socket[bytes]":
-        dealer: zmq.Socket[bytes] = self._zmq.socket(zmq.DEALER)
-        dealer.set(zmq.LINGER, 0)
-        dealer.set(zmq.MAXMSGSIZE, FROM_LEDGER.max_bytes)
-        if self._keys is not None:
-            present(dealer, self._keys.senders)
-        give_up_soon(dealer, self.address)
-        dealer.connect(self.address)
-        return dealer
+        socket = dealer_to(self._zmq, self.address, self._keys)
+        give_up_soon(socket, self.address)
+        socket.connect(self.address)
+        return socket
 
 
 P = ParamSpec("P")
