@@ -4,13 +4,15 @@ ranks.
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeAlias, runtime_checkable
 
 Span: TypeAlias = Callable[[str], AbstractContextManager[None]]
 """Tells the run's trace of a stretch of work, by name."""
 TAKE = "take weights"
 """As what a reader tells it."""
+EXECUTORS = ("local", "cuda_ipc", "shared_memory", "nccl", "gloo")
+"""What moves versions, in the order of preference."""
 
 
 def untold(what: str) -> AbstractContextManager[None]:
@@ -114,28 +116,61 @@ class WeightsOut(Protocol):
         """
 
 
-@runtime_checkable
-class OpensWriter(Protocol):
-    """Opens a trainer's end of the weight plane for these tensors."""
+@dataclass(frozen=True, kw_only=True)
+class WeightSite:
+    """Where ends of a weight plane meet, and how versions get from one to the other."""
 
-    @property
-    def sites(self) -> Sequence[Mapping[str, Any]]:
-        """In plain values, where the trainer's other ranks offer their shards, and as what
-        (`offer_beside`).
+    executor: str
+    """One of EXECUTORS."""
+    is_sharded: bool
+    """Each rank of the trainer sends to each rank of a reader; else one rank offers its own memory
+    to all of them."""
+    address: str
+    folder: str
+    """Of the host, private to the run."""
+    name: str = ""
+    """Of a reader."""
+    link_bytes_per_s: float | None = None
+    """Of a link so slow that changes alone are sent; None: of another."""
+    zero_copy: bool = False
+    """Versions are sent from the trainer's weights themselves."""
+    host: str = ""
+    """Address of this end's own host, where ends are on several hosts."""
+    keys: Mapping[str, bytes] = field(default_factory=dict, repr=False)
+    """Of the run, where ends are on several hosts."""
+    where: str = ""
+    """The file with the line's present address, where the trainer may move."""
+    encoding: Mapping[str, Any] | None = None
+    """As `Encoding.to_plain`, where ranks offer shards."""
 
-        Where there are any, tensors are DTensors; where there are none, one rank offers whole
-        tensors.
-        """
+    def __post_init__(self) -> None:
+        if self.executor not in EXECUTORS or bool(self.host) != bool(self.keys):
+            raise ValueError(
+                f"ends of a weight plane cannot meet here: found executor {self.executor!r}, host"
+                f" {self.host!r} and {len(self.keys)} keys; name one of {', '.join(EXECUTORS)}, and"
+                " keys where there is a host"
+            )
+
+
+@dataclass(frozen=True)
+class OpensWriter:
+    """Opens a trainer's end of the weight plane for some tensors: that of its first rank."""
+
+    opened: Callable[[Mapping[str, Any], Callable[[Any], object] | None], WeightsOut]
+    sites: tuple[WeightSite, ...] = ()
+    """Where the trainer's other ranks offer their shards (`offer_beside`).
+
+    Where there are any, tensors are DTensors; where there are none, one rank offers whole tensors.
+    """
 
     def __call__(
         self, tensors: Mapping[str, Any], largest: Callable[[Any], object] | None = None
     ) -> WeightsOut:
-        """The end of the trainer's first rank.
-
-        largest: where there are sites; it replaces the numbers of a torch tensor by the largest
+        """largest: where there are sites; it replaces the numbers of a torch tensor by the largest
         that any rank has at their places, when all ranks call it. They do so in each publishing in
         which scales are of rows that are cut.
         """
+        return self.opened(tensors, largest)
 
 
 class Offered(Protocol):
@@ -281,21 +316,21 @@ class WeightsBeside(Protocol):
         """Leave the weight plane."""
 
 
-@runtime_checkable
-class OpensWeights(Protocol):
-    """Opens a reader's end of the weight plane for these tensors."""
+@dataclass(frozen=True)
+class OpensWeights:
+    """Opens a reader's end of the weight plane for some tensors: that of its first rank."""
 
-    @property
-    def site(self) -> Mapping[str, Any] | None:
-        """In plain values, where other ranks find the same versions (`open_beside`); None within
-        one process.
+    opened: Callable[[Mapping[str, Any], Sequence[Mapping[str, Any]]], WeightsIn]
+    site: WeightSite | None = None
+    """Where other ranks find the same versions (`open_reader`); None within one process.
 
-        Where it is given, the end is a LeadingWeightsIn and may hold slices of the full tensors.
-        """
+    Where it is given, the end is a LeadingWeightsIn and may hold slices of the full tensors.
+    """
 
     def __call__(
         self, tensors: Mapping[str, Any], slices: Sequence[Mapping[str, Any]] = ({},)
     ) -> WeightsIn:
-        """The end of the first rank. `slices`: of each rank, (full shape, dimension, ranges along
-        it) by name, of tensors that are parts of full ones.
+        """`slices`: of each rank, (full shape, dimension, ranges along it) by name, of tensors that
+        are parts of full ones.
         """
+        return self.opened(tensors, slices)

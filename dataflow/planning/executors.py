@@ -12,10 +12,8 @@ from dataflow.planning.hosts import Devices
 from dataflow.planning.model_size import ModelSize
 from dataflow.planning.placement import Placement, amount
 from dataflow.structure import Feedback, Structure
-from dataflow.weight_ends import Refresh
+from dataflow.weight_ends import EXECUTORS, Refresh
 
-EXECUTORS = ("local", "cuda_ipc", "shared_memory", "nccl", "gloo")
-"""Executors, in the order of preference."""
 COLLECTIVE = ("gloo", "nccl")
 """Executors that reach other machines."""
 WITHIN = ("cuda_ipc", "shared_memory")

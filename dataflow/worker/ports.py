@@ -6,7 +6,7 @@ import contextlib
 import functools
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
@@ -23,13 +23,10 @@ from dataflow.worker.kept_counts import CrossedByFile, KeptCounts, path_of
 from dataflow.worker.messages import WeightLine
 from dataflow.worker.weight_lines import WeightLines
 from dataflow.worker.weight_ports import (
-    ROUNDS,
-    SEGMENTS,
     FanOut,
-    adoption,
     offer_beside,
+    open_reader,
     segments_at,
-    shards_reader,
     shards_writer,
 )
 from transport.data import (
@@ -43,9 +40,7 @@ from transport.data import (
 )
 
 if TYPE_CHECKING:
-    from transport.weights import FlatLayout
     from transport.weights.encoding import Encoding
-    from transport.weights.layout.layout import Layout
 
 _SENDERS = 64
 """The most replicas that may send to a trainer without a scorer between them: rows that it has not
@@ -230,54 +225,73 @@ class Ports:
         first.
         """
         ranks = self._plan.placements[trainer].ranks
-        places = self._lines.sites_of(trainer, refresh)
+        sites = self._lines.sites_of(trainer, refresh)
+        device, limits = self._settings.device, self._settings.limits
+        attempt, listeners = self._settings.life.attempt, self._lines.listeners
         if ranks > 1:
             encoding = self._encoding(trainer, refresh).to_plain()
-            sites = [{**place, "encoding": encoding} for place in places]
+            sites = [replace(site, encoding=encoding) for site in sites]
 
-            def open_shards(
-                tensors: Mapping[str, Any], largest: Callable[[Any], object] | None
-            ) -> WeightsOut:
-                limits, attempt = self._settings.limits, self._settings.life.attempt
-                assert largest is not None, "ranks agree on numbers"
-                end = offer_beside(
-                    sites,
-                    0,
-                    ranks,
-                    self._settings.device,
-                    tensors,
-                    largest=largest,
-                    limits=limits,
-                    attempt=attempt,
-                    listeners=self._lines.listeners,
-                )
-                self._weights.append(end)
-                return end
-
-            return _WriterOpener(open_shards, sites)
-
-        def open_writer(tensors: Mapping[str, Any], _: object) -> WeightsOut:
-            from transport.weights.tensor_encoder import EncodedWriter, Encoder
-
-            encoder = Encoder(self._encoding(trainer, refresh), tensors)
-            ends = [self._writer(place, encoder.layout) for place in places]
-            self._weights += ends
-            return EncodedWriter(ends[0] if len(ends) == 1 else FanOut(ends), encoder)
-
-        return _WriterOpener(open_writer, [])
-
-    def reader_of(self, trainer: str, reader: str) -> OpensWeights:
-        """Opens a reader's end; of several ranks, that of the first."""
-        site = self._lines.site_of(trainer, reader)
-
-        def open_reader(
-            tensors: Mapping[str, Any], slices: Sequence[Mapping[str, Any]]
-        ) -> WeightsIn:
-            end: WeightsIn = self._reader(site, tensors, slices)
+        def open_shards(
+            tensors: Mapping[str, Any], largest: Callable[[Any], object] | None
+        ) -> WeightsOut:
+            assert largest is not None, "ranks agree on numbers"
+            end = offer_beside(
+                sites,
+                0,
+                ranks,
+                device,
+                tensors,
+                largest=largest,
+                limits=limits,
+                attempt=attempt,
+                listeners=listeners,
+            )
             self._weights.append(end)
             return end
 
-        return _Opener(open_reader, None if site["executor"] == "local" else site)
+        def open_whole(tensors: Mapping[str, Any], _: object) -> WeightsOut:
+            from transport.weights import WeightWriter
+            from transport.weights.layout.layout import Layout
+            from transport.weights.tensor_encoder import EncodedWriter, Encoder
+
+            encoder = Encoder(self._encoding(trainer, refresh), tensors)
+            flat = encoder.layout
+            layout = Layout.whole(
+                {spec.name: (spec.shape, spec.dtype) for spec in flat.tensors}, aliases=flat.aliases
+            )
+            ends: list[Any] = [
+                shards_writer(
+                    site, layout, 0, 1, device, limits=limits, attempt=attempt, listeners=listeners
+                )
+                if site.is_sharded
+                else WeightWriter(flat, segments_at(site, device, self._hubs))
+                for site in sites
+            ]
+            self._weights += ends
+            return EncodedWriter(ends[0] if len(ends) == 1 else FanOut(ends), encoder)
+
+        return OpensWriter(open_shards, tuple(sites)) if ranks > 1 else OpensWriter(open_whole)
+
+    def reader_of(self, trainer: str, reader: str) -> OpensWeights:
+        """Opens a reader's end; of several ranks, that of the first."""
+        site, settings = self._lines.site_of(trainer, reader), self._settings
+
+        def opened(tensors: Mapping[str, Any], slices: Sequence[Mapping[str, Any]]) -> WeightsIn:
+            end: WeightsIn = open_reader(
+                site,
+                0,
+                settings.device,
+                tensors,
+                slices,
+                limits=settings.limits,
+                attempt=settings.life.attempt,
+                hubs=self._hubs,
+            )
+            self._weights.append(end)
+            return end
+
+        return OpensWeights(opened, None if site.executor == "local" else site)
 
     def poll(self) -> None:
         """Answer on the weight planes, whatever the operators are doing."""
@@ -362,56 +376,6 @@ class Ports:
             address=f"ipc://{self._settings.sockets}/edge-{number}.{self._settings.replica}"
         )
 
-    def _writer(self, site: Mapping[str, Any], layout: Any) -> Any:
-        from transport.weights import WeightWriter
-
-        if site["protocol"] == SEGMENTS:
-            return WeightWriter(layout, self._site(site))
-        whole, settings = _whole(layout), self._settings
-        return shards_writer(
-            site,
-            whole,
-            0,
-            1,
-            settings.device,
-            limits=settings.limits,
-            attempt=settings.life.attempt,
-            listeners=self._lines.listeners,
-        )
-
-    def _reader(
-        self,
-        site: Mapping[str, Any],
-        tensors: Mapping[str, Any],
-        slices: Sequence[Mapping[str, Any]],
-    ) -> Any:
-        device, limits, attempt = (
-            self._settings.device,
-            self._settings.limits,
-            self._settings.life.attempt,
-        )
-        if site["protocol"] == ROUNDS:
-            return shards_reader(site, 0, device, tensors, slices, limits=limits, attempt=attempt)
-        from transport.weights import WeightReader
-
-        end = WeightReader(
-            self._site(site),
-            site["name"],
-            adopt=adoption(device),
-            on_damage="keep",
-            attempt=attempt,
-        )
-        end.attach(tensors, slices[0])
-        return end
-
-    def _site(self, place: Mapping[str, Any]) -> Any:
-        """Where a trainer and its readers meet: a socket between processes, a hub within one."""
-        if place["executor"] == "local":
-            from transport.weights import Hub
-
-            return self._hubs.setdefault(place["address"], Hub())
-        return segments_at(place, self._settings.device)
-
     def _encoding(self, trainer: str, refresh: Refresh | None) -> "Encoding":
         """What travels in place of the trainer's tensors."""
         from transport.weights.encoding import Encoding
@@ -421,39 +385,3 @@ class Ports:
         quantized = None if refresh else quantized_format(self._graph, trainer)
         names = readers_of(self._graph, trainer)[0].quantized_tensors() if quantized else None
         return Encoding(dtype=model.dtype, quantized=quantized, names=names)
-
-
-def _whole(flat: "FlatLayout") -> "Layout":
-    """One rank that holds every tensor whole."""
-    from transport.weights.layout.layout import Layout
-
-    return Layout.whole(
-        {spec.name: (spec.shape, spec.dtype) for spec in flat.tensors}, aliases=flat.aliases
-    )
-
-
-@dataclass(frozen=True)
-class _WriterOpener:
-    """OpensWriter."""
-
-    opened: Callable[[Mapping[str, Any], Callable[[Any], object] | None], WeightsOut]
-    sites: Sequence[Mapping[str, Any]] = field(repr=False)
-    """Keys of the run may stand there, as in a reader's."""
-
-    def __call__(
-        self, tensors: Mapping[str, Any], largest: Callable[[Any], object] | None = None
-    ) -> WeightsOut:
-        return self.opened(tensors, largest)
-
-
-@dataclass(frozen=True)
-class _Opener:
-    """OpensWeights."""
-
-    opened: Callable[[Mapping[str, Any], Sequence[Mapping[str, Any]]], WeightsIn]
-    site: Mapping[str, Any] | None = field(repr=False)
-
-    def __call__(
-        self, tensors: Mapping[str, Any], slices: Sequence[Mapping[str, Any]] = ({},)
-    ) -> WeightsIn:
-        return self.opened(tensors, slices)

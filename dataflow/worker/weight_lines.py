@@ -7,22 +7,22 @@ come to be on one.
 """
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from dataflow.errors import RunError
 from dataflow.graph import Graph
-from dataflow.planning.executors import COLLECTIVE, EXECUTORS
+from dataflow.planning.executors import COLLECTIVE
 from dataflow.planning.plan import Plan
 from dataflow.structure import line_of, readers_of, refresh_of, refreshes_of
 from dataflow.system.files import write_atomically
 from dataflow.system.security import again_at
-from dataflow.weight_ends import Refresh
+from dataflow.weight_ends import EXECUTORS, Refresh, WeightSite
 from dataflow.worker.host import Settings
 from dataflow.worker.messages import WeightLine
-from dataflow.worker.weight_ports import ROUNDS, SEGMENTS, listen
+from dataflow.worker.weight_ports import listen
 
 
 @dataclass(frozen=True)
@@ -76,17 +76,13 @@ class WeightLines:
                 )
             _note(file, lines[read.name].at[read.executor])
 
-    def sites_of(self, trainer: str, refresh: Refresh | None) -> list[dict[str, Any]]:
-        """Where a trainer of this process offers its weights, in plain values: a site for each
-        executor.
-        """
+    def sites_of(self, trainer: str, refresh: Refresh | None) -> list[WeightSite]:
+        """Where a trainer of this process offers its weights: a site for each executor."""
         line = self.own[line_of(self._graph, trainer, refresh)]
         return [self._site(trainer, executor, address) for executor, address in line.at.items()]
 
-    def site_of(self, trainer: str, reader: str) -> dict[str, Any]:
-        """Where the replica of a reader in this process finds a trainer's weights, in plain
-        values.
-        """
+    def site_of(self, trainer: str, reader: str) -> WeightSite:
+        """Where the replica of a reader in this process finds a trainer's weights."""
         name = line_of(self._graph, trainer, refresh_of(self._graph, reader))
         member = f"{reader}-{self._settings.replica}"
         if not self._has_hosts:
@@ -96,9 +92,8 @@ class WeightLines:
         file = Path(self._settings.sockets) / f"{member}.{name}.{executor}"
         self._followed[file] = _Followed(name, executor, lambda: self._way(name, trainer, reader))
         _note(file, self._read[name].at[executor])
-        return self._site(trainer, executor, self._read[name].at[executor], member) | {
-            "where": str(file)
-        }
+        site = self._site(trainer, executor, self._read[name].at[executor], member)
+        return replace(site, where=str(file))
 
     def close(self) -> None:
         """Let go of the addresses that no end has taken."""
@@ -129,21 +124,19 @@ class WeightLines:
         """Where ends meet that are on one host."""
         return f"ipc://{self._settings.sockets}/weights.{name}.{executor}"
 
-    def _site(self, trainer: str, executor: str, address: str, name: str = "") -> dict[str, Any]:
+    def _site(self, trainer: str, executor: str, address: str, name: str = "") -> WeightSite:
         """name: a reader's."""
-        shards = executor in COLLECTIVE or self._plan.placements[trainer].ranks > 1
-        site = {
-            "protocol": ROUNDS if shards else SEGMENTS,
-            "executor": executor,
-            "folder": self._settings.sockets,
-            "address": address,
-            "name": name,
-            "link_bytes_per_s": self._plan.link(trainer, executor),
-            "zero_copy": self._plan.zero_copy(trainer, executor),
-        }
         is_link = self._has_hosts and executor in COLLECTIVE
-        return site | (
-            {"host": self._settings.listen, "keys": dict(self._settings.keys)} if is_link else {}
+        return WeightSite(
+            executor=executor,
+            is_sharded=executor in COLLECTIVE or self._plan.placements[trainer].ranks > 1,
+            address=address,
+            folder=self._settings.sockets,
+            name=name,
+            link_bytes_per_s=self._plan.link(trainer, executor),
+            zero_copy=self._plan.zero_copy(trainer, executor),
+            host=self._settings.listen if is_link else "",
+            keys=dict(self._settings.keys) if is_link else {},
         )
 
     def _executors(self, trainer: str, refresh: Refresh | None) -> list[str]:

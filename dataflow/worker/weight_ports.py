@@ -1,6 +1,4 @@
-"""Opens the ends of the weight planes: of any rank, at a site that the ports of its worker name in
-plain values.
-"""
+"""Opens the ends of the weight planes: of any rank, at a site that the ports of its worker name."""
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
@@ -8,12 +6,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from dataflow.limits import Limits
+from dataflow.planning.executors import ON_GPU
 from dataflow.system.clocks import AwakeClock
 from dataflow.system.security import RunKeys
-from dataflow.weight_ends import SentVersion, WeightsBeside, WeightsOut
+from dataflow.weight_ends import SentVersion, WeightSite, WeightsOut
 
 if TYPE_CHECKING:
-    from transport.weights import ShardedReader, ShardedWriter
+    from transport.weights import ShardedWriter
     from transport.weights.layout.layout import Layout
     from transport.weights.protocol.pace import Deadlines
     from transport.weights.shard_encoder import ShardEncoder
@@ -77,13 +76,6 @@ class FanOut:
             end.poll()
 
 
-ON_GPU = ("nccl", "cuda_ipc")
-"""Executors that move versions from GPU memory to GPU memory."""
-ROUNDS, SEGMENTS = "rounds", "segments"
-"""Protocols: each rank of the trainer sends to each rank of a reader, or one offers its own memory
-to all of them."""
-
-
 def listen(address: str, keys: Mapping[str, bytes], attempt: int) -> "CoordinatorSocket":
     """Where a trainer is heard by readers on other hosts, who have the keys of the run. attempt:
     the scheduler's, at this worker. Errors: TransportError.
@@ -93,8 +85,8 @@ def listen(address: str, keys: Mapping[str, bytes], attempt: int) -> "Coordinato
     return CoordinatorSocket(address, RunKeys.from_plain(keys), attempt)
 
 
-def open_beside(
-    site: Mapping[str, Any],
+def open_reader(
+    site: WeightSite,
     rank: int,
     device: str,
     tensors: Mapping[str, Any],
@@ -102,56 +94,52 @@ def open_beside(
     *,
     limits: Limits,
     attempt: int,
-) -> WeightsBeside:
-    """The end of another rank of a reader, on `device`, where `OpensWeights.site` says.
+    hubs: dict[str, Any] | None = None,
+) -> Any:
+    """The end of any rank of a reader, on `device`: a `WeightsIn`, or a `WeightsBeside`.
 
     slices: of each rank, as for `OpensWeights`. attempt: the scheduler's, at the worker of the
-    first rank.
+    first rank. hubs: of this process, by address.
     """
-    if site["protocol"] == ROUNDS:
-        return shards_reader(site, rank, device, tensors, slices, limits=limits, attempt=attempt)
-    from transport.weights.rank_reader import RankReader
+    # On a GPU an engine's captured graphs keep pointers to its parameters, which must not move.
+    adopt: Literal["view", "copy"] = "view" if device == "cpu" else "copy"
+    if site.is_sharded:
+        from transport.weights import FlatLayout
+        from transport.weights.deltas.ends import DeltaReader
+        from transport.weights.layout.rank_slices import layout_of_slices
 
-    end = RankReader(segments_at(site, device), f"{site['name']}.{rank}", adopt=adoption(device))
-    end.attach(tensors, slices[rank])
-    return end
+        end = DeltaReader(
+            layout_of_slices(FlatLayout.of(tensors), slices),
+            rank,
+            site.address,
+            site.name,
+            ranks=len(slices),
+            adopt=adopt,
+            device=_memory(site, device),
+            deadlines=_deadlines(limits),
+            attempt=attempt,
+            clock=AwakeClock(),
+            host=_host(site),
+            seek=functools.partial(_noted, site.where),
+        )
+        end.attach(tensors)
+        return end
+    place = segments_at(site, device, hubs)
+    if rank:
+        from transport.weights.rank_reader import RankReader
 
+        other = RankReader(place, f"{site.name}.{rank}", adopt=adopt)
+        other.attach(tensors, slices[rank])
+        return other
+    from transport.weights import WeightReader
 
-def shards_reader(
-    site: Mapping[str, Any],
-    rank: int,
-    device: str,
-    tensors: Mapping[str, Any],
-    slices: Sequence[Mapping[str, Any]],
-    *,
-    limits: Limits,
-    attempt: int,
-) -> "ShardedReader":
-    """The end of any rank of a reader to which each rank of the trainer sends what it needs."""
-    from transport.weights import FlatLayout
-    from transport.weights.deltas.ends import DeltaReader
-    from transport.weights.layout.rank_slices import layout_of_slices
-
-    end = DeltaReader(
-        layout_of_slices(FlatLayout.of(tensors), slices),
-        rank,
-        site["address"],
-        site["name"],
-        ranks=len(slices),
-        adopt=adoption(device),
-        device=_memory(site, device),
-        deadlines=_deadlines(limits),
-        attempt=attempt,
-        clock=AwakeClock(),
-        host=_host(site),
-        seek=functools.partial(_noted, site.get("where", "")),
-    )
-    end.attach(tensors)
-    return end
+    first = WeightReader(place, site.name, adopt=adopt, on_damage="keep", attempt=attempt)
+    first.attach(tensors, slices[0])
+    return first
 
 
 def shards_writer(
-    site: Mapping[str, Any],
+    site: WeightSite,
     layout: "Layout",
     rank: int,
     ranks: int,
@@ -169,28 +157,28 @@ def shards_writer(
     from transport.weights import ShardedWriter
     from transport.weights.deltas.ends import DeltaWriter
 
-    link = site["link_bytes_per_s"]
+    link = site.link_bytes_per_s
     writer: Callable[..., ShardedWriter] = ShardedWriter
     if link is not None:
         writer = functools.partial(DeltaWriter, link_bytes_per_s=link)
     return writer(
         layout,
         rank,
-        site["address"],
+        site.address,
         ranks=ranks,
-        backend=site["executor"],
+        backend=site.executor,
         device=_memory(site, device),
-        hold="until_settle" if site["zero_copy"] else "snapshot",
+        hold="until_settle" if site.zero_copy else "snapshot",
         deadlines=_deadlines(limits),
         attempt=attempt,
         clock=AwakeClock(),
         host=_host(site),
-        listener=(listeners or {}).pop(site["address"], None),
+        listener=(listeners or {}).pop(site.address, None),
     )
 
 
 def offer_beside(
-    sites: Sequence[Mapping[str, Any]],
+    sites: Sequence[WeightSite],
     rank: int,
     ranks: int,
     device: str,
@@ -210,7 +198,8 @@ def offer_beside(
     from transport.weights.layout.from_torch import layout_of
     from transport.weights.shard_encoder import ShardEncoder
 
-    encoding = Encoding.from_plain(sites[0]["encoding"])
+    assert sites[0].encoding is not None, "ranks offer shards"
+    encoding = Encoding.from_plain(sites[0].encoding)
     encoder = ShardEncoder(
         encoding, layout_of(tensors, range(ranks)), rank, _local(tensors), largest
     )
@@ -279,19 +268,19 @@ class ShardsOut(FanOut):
             end.close()  # type: ignore[attr-defined]
 
 
-def _memory(site: Mapping[str, Any], device: str) -> str:
-    return device if site["executor"] in ON_GPU else "cpu"
+def _memory(site: WeightSite, device: str) -> str:
+    return device if site.executor in ON_GPU else "cpu"
 
 
-def _host(site: Mapping[str, Any]) -> "NetworkEnd | None":
+def _host(site: WeightSite) -> "NetworkEnd | None":
     """The host of a site whose ends are on several hosts."""
-    if "host" not in site:
+    if not site.host:
         return None
     from transport.weights.sharded.control import NetworkEnd
 
-    keys = RunKeys.from_plain(site["keys"])
+    keys = RunKeys.from_plain(site.keys)
     assert keys is not None, "who listens at an address has keys"
-    return NetworkEnd(site["host"], keys)
+    return NetworkEnd(site.host, keys)
 
 
 def _noted(file: str) -> str:
@@ -309,22 +298,24 @@ def _deadlines(limits: Limits) -> "Deadlines":
     return Deadlines(transfer_s=limits.transfer_s)
 
 
-def segments_at(place: Mapping[str, Any], device: str) -> Any:
-    """Where a trainer of one rank and the readers of its machine meet, of which `device` is
-    one's.
+def segments_at(site: WeightSite, device: str, hubs: dict[str, Any] | None = None) -> Any:
+    """Where a trainer of one rank and the readers of its machine meet, of which `device` is one's:
+    a hub within a process, else memory that several have in common.
     """
-    if place["executor"] == "cuda_ipc":
-        from transport.weights.executors.cuda_ipc import CudaIpc
+    match site.executor:
+        case "local":
+            from transport.weights import Hub
 
-        return CudaIpc(place["address"], device, folder=place["folder"])
-    from transport.weights import SharedMemory
+            assert hubs is not None, "other ranks are other processes"
+            return hubs.setdefault(site.address, Hub())
+        case "cuda_ipc":
+            from transport.weights.executors.cuda_ipc import CudaIpc
 
-    return SharedMemory(place["address"], folder=place["folder"])
+            return CudaIpc(site.address, device, folder=site.folder)
+        case _:
+            from transport.weights import SharedMemory
 
-
-def adoption(device: str) -> Literal["view", "copy"]:
-    """On a GPU an engine's captured graphs keep pointers to its parameters, which must not move."""
-    return "view" if device == "cpu" else "copy"
+            return SharedMemory(site.address, folder=site.folder)
 
 
 def preload() -> None:

@@ -20,9 +20,10 @@ from dataflow.weight_ends import (
     OpensWeights,
     VerifiedOffer,
     WeightsBeside,
+    WeightSite,
     leave,
 )
-from dataflow.worker.weight_ports import open_beside
+from dataflow.worker.weight_ports import open_reader
 from operators.ranks.team import Exchange, Team, expected
 
 T = TypeVar("T")
@@ -93,7 +94,7 @@ def met(team: Team, own: Slices) -> tuple[Slices, ...]:
 def beside(
     channel: Channel[Any],
     rank: int,
-    site: Mapping[str, Any] | None,
+    site: WeightSite | None,
     device: str,
     tensors: Mapping[str, Any],
     own: Slices,
@@ -111,7 +112,9 @@ def beside(
         return
     channel.send(Holds(own))
     slices = expected(Meet, channel, rank, os.getppid(), limits.exchange_s).slices
-    end = open_beside(site, rank, device, tensors, slices, limits=limits, attempt=attempt)
+    end: WeightsBeside = open_reader(
+        site, rank, device, tensors, slices, limits=limits, attempt=attempt
+    )
     try:
         yield end
     finally:

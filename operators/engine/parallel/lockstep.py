@@ -34,9 +34,9 @@ from dataflow.records import AnyArray
 from dataflow.runtime import Context
 from dataflow.system.channel import Channel
 from dataflow.system.forking import has_used_cuda
-from dataflow.system.messages import Message, Plain, Secret
+from dataflow.system.messages import Message, Secret
 from dataflow.tokens.rollout_tokens import RolloutTokens
-from dataflow.weight_ends import WeightsBeside
+from dataflow.weight_ends import WeightsBeside, WeightSite
 from operators.engine.attention import default_budget
 from operators.engine.build import BuiltEngine, build_native
 from operators.engine.decode import Engine, put_aside
@@ -179,7 +179,7 @@ class EngineSettings(Secret, kw_only=True):
     threads: int
     folder: str
     """Where the ranks meet."""
-    site: Mapping[str, Plain] | None
+    site: WeightSite | None
     """As `OpensWeights.site`."""
     attempt: int
     """The scheduler's, at rank 0."""

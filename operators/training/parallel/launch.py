@@ -18,7 +18,7 @@ from dataflow.model import Model
 from dataflow.records import AnyArray
 from dataflow.runtime import Context
 from dataflow.system.channel import Channel
-from dataflow.weight_ends import WeightsOut
+from dataflow.weight_ends import WeightSite, WeightsOut
 from dataflow.worker.weight_ports import offer_beside
 from operators.models.heads import key_value_heads
 from operators.models.loading import load_configs, outlined_to_train
@@ -84,7 +84,7 @@ class RankFollower:
         rank: int,
         ranks: int,
         wait_s: float,
-        opens: Callable[[Sequence[Mapping[str, Any]], int, Learner], WeightsOut],
+        opens: Callable[[Sequence[WeightSite], int, Learner], WeightsOut],
     ) -> None:
         """wait_s: for an exchange. opens: this rank's end of a weight plane at these sites, for
         what is offered there on that line.
@@ -268,7 +268,7 @@ def following(making: Making) -> Callable[[int, int], int]:
             watch.close()
             return learner
 
-        def opened(sites: Sequence[Mapping[str, Any]], line: int, learner: Learner) -> WeightsOut:
+        def opened(sites: Sequence[WeightSite], line: int, learner: Learner) -> WeightsOut:
             assert isinstance(learner.together, MeshTogether), "its model is shared out"
             tensors = placed(learner.offered(line), learner.together.mesh)
             largest = learner.together.largest
@@ -321,13 +321,11 @@ def lead(making: Making) -> LedLearner:
     return LedLearner(own, Exchange(team, watch), mesh)
 
 
-def _here(site: Mapping[str, Any], context: Context) -> Mapping[str, Any]:
+def _here(site: WeightSite, context: Context) -> WeightSite:
     """A site of rank 0's, as this rank has it: others find it at the address of its own host."""
-    return (
-        {**site, "host": context.places.address}
-        if context.places is not None and "host" in site
-        else site
-    )
+    if context.places is None or not site.host:
+        return site
+    return dataclasses.replace(site, host=context.places.address)
 
 
 def device_of(first: str, rank: int) -> torch.device:

@@ -20,7 +20,7 @@ from dataflow.errors import RunError
 from dataflow.records import AnyArray
 from dataflow.system.messages import Message, Plain, Secret
 from dataflow.tokens.ragged import gather
-from dataflow.weight_ends import OpensWriter, SentVersion, WeightsOut
+from dataflow.weight_ends import OpensWriter, SentVersion, WeightSite, WeightsOut
 from operators.ranks import group
 from operators.ranks.team import Exchange, codec_of
 from operators.training.learner import memory
@@ -64,7 +64,7 @@ class Open(Secret):
 
     line: int
     """Which, by `Learner.offered`."""
-    sites: tuple[Mapping[str, Plain], ...]
+    sites: tuple[WeightSite, ...]
     """As `OpensWriter.sites`; keys of the run may stand there."""
 
 
@@ -361,7 +361,7 @@ class LedLearner(Learner):
 
         def opened(tensors: Mapping[str, Any]) -> WeightsOut:
             with self._exchange.together("opening the weight plane"):
-                self._exchange.tell(Open(line, tuple(opens.sites)))
+                self._exchange.tell(Open(line, opens.sites))
                 assert isinstance(self.together, MeshTogether), "its model is shared out"
                 own = self.writers[line] = opens(placed(tensors, self._mesh), self.together.largest)
                 return _LedWriter(own, self, line)

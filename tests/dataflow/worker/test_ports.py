@@ -18,6 +18,7 @@ from dataflow.records import schema
 from dataflow.testing import FakeGenerator, FakePrompts, FakeTrainer
 from dataflow.worker.host import NodeLoops, Settings
 from dataflow.worker.ports import Ports
+from dataflow.worker.weight_ports import segments_at
 from transport.life import Life
 
 
@@ -50,7 +51,7 @@ def test_readers_on_the_gpus_of_one_machine_meet_the_trainer_in_device_memory(fo
     made = plan(graph, Devices(cpus=2, gpus=2), gpus={"generator": 1, "trainer": 1})
     opened, _ = ports(graph, made, "trainer", folder, device=made.placements["trainer"].device(0))
     (place,) = opened._lines.sites_of("trainer", None)
-    site = opened._site(place)
+    site = segments_at(place, "cuda:1")
     assert isinstance(site, CudaIpc)
     assert (str(site.device), site.address) == (
         "cuda:1",

@@ -16,6 +16,7 @@ from dataflow.planning.hosts import Host
 from dataflow.planning.plan import plan
 from dataflow.system.security import RunKeys
 from dataflow.testing import FakeGenerator, FakePrompts, FakeTrainer
+from dataflow.weight_ends import WeightSite
 from dataflow.worker.host import Settings
 from dataflow.worker.messages import WeightLine
 from dataflow.worker.weight_lines import WeightLines
@@ -79,9 +80,9 @@ def test_a_trainer_listens_at_its_hosts_address_and_a_reader_there_and_elsewhere
         reader = make("generator", host, trains_on="a", replica=replica)
         reader.read_from({"trainer": line})
         site = reader.site_of("trainer", "generator")
-        assert (site["executor"], site["address"]) == (executor, line.at[executor])
-        assert ("keys" in site) == (executor == "gloo"), "keys go where they are needed alone"
-        assert site.get("host", "") == ("127.0.0.2" if executor == "gloo" else "")
+        assert (site.executor, site.address) == (executor, line.at[executor])
+        assert bool(site.keys) == (executor == "gloo"), "keys go where they are needed alone"
+        assert site.host == ("127.0.0.2" if executor == "gloo" else "")
 
 
 def test_a_trainer_offers_what_a_reader_needs_that_is_started_again_on_another_host(
@@ -91,7 +92,7 @@ def test_a_trainer_offers_what_a_reader_needs_that_is_started_again_on_another_h
     trainer = make("trainer", "a", trains_on="a")
     moved = make("generator", "c", trains_on="a", replica=0)
     moved.read_from(trainer.own)
-    assert moved.site_of("trainer", "generator")["executor"] == "gloo"
+    assert moved.site_of("trainer", "generator").executor == "gloo"
 
 
 def test_a_reader_that_comes_to_be_beside_its_trainer_reads_what_that_offers(make: Make) -> None:
@@ -100,7 +101,7 @@ def test_a_reader_that_comes_to_be_beside_its_trainer_reads_what_that_offers(mak
     beside = make("generator", "c", replica=0)
     beside.read_from(trainer.own)
     site = beside.site_of("trainer", "generator")
-    assert (site["executor"], site["host"]) == ("gloo", "127.0.0.3")
+    assert (site.executor, site.host) == ("gloo", "127.0.0.3")
 
 
 def test_a_trainer_listens_again_where_it_did_unless_that_is_taken_or_another_hosts(
@@ -120,10 +121,10 @@ def test_every_rank_of_a_reader_finds_where_a_trainer_moved_to(make: Make) -> No
     reader = make("generator", "b", replica=1)
     reader.read_from({"trainer": WeightLine(host="c", at={"gloo": "tcp://127.0.0.3:7000"})})
     site = reader.site_of("trainer", "generator")
-    assert Path(site["where"]).read_text() == "tcp://127.0.0.3:7000"
+    assert Path(site.where).read_text() == "tcp://127.0.0.3:7000"
     reader.read_from({"trainer": WeightLine(host="a", at={"gloo": "tcp://127.0.0.1:7000"})})
-    assert Path(site["where"]).read_text() == "tcp://127.0.0.1:7000"
-    written = [path.read_bytes() for path in Path(site["folder"]).iterdir()]
+    assert Path(site.where).read_text() == "tcp://127.0.0.1:7000"
+    written = [path.read_bytes() for path in Path(site.folder).iterdir()]
     assert not any(key in content for key in KEYS.values() for content in written), (
         "keys are written nowhere"
     )
@@ -134,7 +135,7 @@ def test_a_reader_whose_trainer_leaves_its_host_ends_to_be_started_again_and_say
 ) -> None:
     reader = make("generator", "a", trains_on="a", replica=0)
     reader.read_from(make("trainer", "a", trains_on="a").own)
-    assert reader.site_of("trainer", "generator")["executor"] == "shared_memory"
+    assert reader.site_of("trainer", "generator").executor == "shared_memory"
     with pytest.raises(
         RunError, match="were read by shared_memory, and now their trainer is on 'b'"
     ):
@@ -156,4 +157,15 @@ def test_on_one_machine_ends_meet_in_its_private_folder_and_nobody_listens(
         address = f"ipc://{tmp_path}/weights.trainer.shared_memory"
         assert lines.own == {"trainer": WeightLine(host="", at={"shared_memory": address})}
         assert not lines.listeners
-        assert lines.site_of("trainer", "generator").keys().isdisjoint({"host", "keys", "where"})
+        site = lines.site_of("trainer", "generator")
+        assert not (site.host or site.keys or site.where)
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"executor": "pigeons"}, {"host": "127.0.0.1"}, {"keys": {"a": b"b"}}]
+)
+def test_a_site_where_no_ends_can_meet_is_refused(wrong: dict[str, Any]) -> None:
+    right = {"executor": "gloo", "is_sharded": True, "address": "ipc://a", "folder": "f"}
+    assert "secret" not in repr(WeightSite(**right, host="a", keys={"all": b"secret"}))
+    with pytest.raises(ValueError, match="cannot meet here.*; name one of"):
+        WeightSite(**{**right, **wrong})

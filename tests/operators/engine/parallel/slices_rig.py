@@ -7,7 +7,6 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -15,14 +14,14 @@ import xxhash
 
 from dataflow.limits import Limits
 from dataflow.runtime import Context
-from dataflow.worker.weight_ports import open_beside
+from dataflow.weight_ends import OpensWeights, WeightSite
+from dataflow.worker.weight_ports import open_reader
 from operators.engine.parallel.lockstep import make_parallel
 from transport.weights import (
     FlatLayout,
     Layout,
     ShardedWriter,
     SharedMemory,
-    WeightReader,
     WeightWriter,
 )
 
@@ -36,40 +35,28 @@ def values(shapes: Shapes, version: int) -> dict[str, torch.Tensor]:
     return {name: torch.randn(shape, generator=random) * 0.05 for name, shape in shapes.items()}
 
 
-@dataclass
-class Opens:
-    """OpensWeights, as the ports give it to a generator."""
+class Opens(OpensWeights):
+    """As the ports give it to a generator."""
 
-    address: str
-    folder: str
-    executor: str = "shared_memory"
-    device: str = "cpu"
-    end: list[Any] = field(default_factory=list)
+    def __init__(
+        self, address: str, folder: str, executor: str = "shared_memory", device: str = "cpu"
+    ) -> None:
+        self.address, self.folder, self.executor, self.device = address, folder, executor, device
+        self.end: list[Any] = []
+        site = WeightSite(
+            executor=executor,
+            is_sharded=executor == "gloo",
+            address=address,
+            folder=folder,
+            name="generator-0",
+        )
+        super().__init__(self._opened, site)
 
-    @property
-    def site(self) -> dict[str, str]:
-        """Where the other ranks find the same versions."""
-        place = {
-            "executor": self.executor,
-            "address": self.address,
-            "folder": self.folder,
-            "name": "generator-0",
-        }
-        return {**place, "protocol": "rounds" if self.executor == "gloo" else "segments"}
-
-    def __call__(
-        self, tensors: Mapping[str, Any], slices: Sequence[Mapping[str, Any]] = ({},)
-    ) -> Any:
-        if self.executor == "gloo":
-            self.end.append(
-                open_beside(self.site, 0, self.device, tensors, slices, limits=Limits(), attempt=0)
-            )
-        else:
-            self.end.append(
-                WeightReader(SharedMemory(self.address, folder=self.folder), "generator-0")
-            )
-            self.end[-1].attach(tensors, slices[0])
-        return self.end[-1]
+    def _opened(self, tensors: Mapping[str, Any], slices: Sequence[Mapping[str, Any]]) -> Any:
+        assert self.site is not None
+        end = open_reader(self.site, 0, self.device, tensors, slices, limits=Limits(), attempt=0)
+        self.end.append(end)
+        return end
 
 
 class ShardsOfAll:

@@ -22,7 +22,7 @@ from dataflow.planning.hosts import Devices
 from dataflow.planning.plan import plan
 from dataflow.runtime import Context
 from dataflow.testing import FakeGenerator, FakePrompts, FakeTrainer
-from dataflow.weight_ends import OpensWeights
+from dataflow.weight_ends import OpensWeights, WeightSite
 from dataflow.worker.host import Settings
 from dataflow.worker.ports import Ports
 from operators.engine.interface import PromptStart
@@ -295,17 +295,12 @@ def test_the_ports_tell_other_ranks_where_versions_are(executor, tmp_path):
     opens = Ports(graph, made, ["generator"], settings).reader_of("trainer", "generator")
     assert isinstance(opens, OpensWeights)
     address = f"ipc://{tmp_path}/weights.trainer.{executor}"
-    protocol = "rounds" if executor in ("gloo", "nccl") else "segments"
-    place = {
-        "executor": executor,
-        "protocol": protocol,
-        "address": address,
-        "folder": str(tmp_path),
-    }
     zero_copy = executor == "gloo"
-    assert opens.site == {
-        **place,
-        "name": "generator-0",
-        "link_bytes_per_s": None,
-        "zero_copy": zero_copy,
-    }
+    assert opens.site == WeightSite(
+        executor=executor,
+        is_sharded=executor in ("gloo", "nccl"),
+        address=address,
+        folder=str(tmp_path),
+        name="generator-0",
+        zero_copy=zero_copy,
+    )
