@@ -98,6 +98,7 @@ def serve_commands(limits: dict[str, Any]) -> None:
             signal_others(SIGSTOP)
             _reply(reply)
     except EOFError:
+        signal_others(SIGKILL)  # they are stopped, and nobody lets them go on
         os._exit(0)
 
 

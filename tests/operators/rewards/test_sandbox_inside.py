@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 import operators.sandbox.inside as inside
@@ -76,8 +77,10 @@ def ask() -> Iterator[Callable[..., Any]]:
 
         assert asked(SESSION, LIMITS) == ["ready"]
         yield asked
+        below = psutil.Process(process.pid).children(recursive=True)
         process.stdin.close()
         assert process.wait(DEADLINE_S) == 0
+        assert psutil.wait_procs(below, DEADLINE_S)[1] == [], "it leaves nobody behind"
 
 
 def test_a_program_is_tested_by_its_output_by_python_and_by_calls_in_order() -> None:
