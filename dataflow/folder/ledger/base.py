@@ -45,9 +45,6 @@ _STEP = (
     "INSERT INTO steps (node, step, version, source, metrics, checkpoint, at) VALUES (?, ?, ?, ?,"
     " ?, ?, ?)"
 )
-_REISSUE = (
-    "UPDATE groups SET state = 'issued', issues = issues + 1 WHERE source = ? AND group_id = ?"
-)
 _STEP_KEYS = "node, step, version, source, metrics, checkpoint, at"
 _OUTCOME_KEYS = "source, group_id, node, outcome, step, reason"
 _HAS_PLACES = "SELECT 1 FROM sqlite_master WHERE type = 'table' AND name = 'places'"
@@ -117,17 +114,18 @@ class BaseLedger(ABC):
         """
         if state not in _ADVANCE:
             raise LedgerError(
-                f"groups cannot advance to '{state}'; use one of {list(_ADVANCE)}, reissue()"
-                " or an outcome"
+                f"groups cannot advance to '{state}'; use one of {list(_ADVANCE)} or an outcome"
             )
-        self._update_groups(_ADVANCE[state], source, group_ids)
-
-    @transacted("issue groups again", writes=True)
-    def reissue(self, source: str, group_ids: Collection[int]) -> None:
-        """Set groups back to issued, and count it: the work on them was lost. Errors: LedgerError
-        for unknown ones.
-        """
-        self._update_groups(_REISSUE, source, group_ids)
+        ids = [int(group) for group in group_ids]
+        moved = self._db.executemany(_ADVANCE[state], [(source, group) for group in ids])
+        if moved.rowcount == len(ids):
+            return
+        following = self.next_group_id(source)
+        if unknown := [group for group in ids if not 0 <= group < following]:
+            raise LedgerError(
+                f"groups {some(unknown)} of '{source}' were never issued (the next one is"
+                f" {following}); issue() them first"
+            )
 
     @transacted("commit step {step} of '{node}'", writes=True)
     def commit_step(
@@ -532,20 +530,6 @@ class BaseLedger(ABC):
     def _register(self, node: str, source: str) -> None:
         """Note that `node` consumes the groups of `source`."""
         self._db.execute("INSERT OR IGNORE INTO consumers VALUES (?, ?)", (node, source))
-
-    def _update_groups(self, statement: str, source: str, group_ids: Iterable[int]) -> None:
-        """Change groups by a statement, which names source and group. LedgerError where one was
-        never issued.
-        """
-        ids = [int(group) for group in group_ids]
-        if self._db.executemany(statement, [(source, group) for group in ids]).rowcount == len(ids):
-            return
-        following = self.next_group_id(source)
-        if unknown := [group for group in ids if not 0 <= group < following]:
-            raise LedgerError(
-                f"groups {some(unknown)} of '{source}' were never issued (the next one is"
-                f" {following}); issue() them first"
-            )
 
     def _check_same_prompt(self, source: str, group: int, prompt: str) -> None:
         """LedgerError unless a known group was issued for this prompt."""

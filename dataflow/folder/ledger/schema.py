@@ -62,7 +62,7 @@ _GROUP_COLUMNS = f"""
     group_id  INTEGER NOT NULL CHECK (group_id >= 0),
     prompt_id TEXT NOT NULL,
     state     TEXT NOT NULL CHECK (state IN ({_STATES_SQL})),
-    issues    INTEGER NOT NULL  -- how often it was issued: more than once after a loss"""
+    issues    INTEGER NOT NULL  -- 1"""
 _LINE_COLUMNS = """
     line      INTEGER PRIMARY KEY,
     node      TEXT NOT NULL,

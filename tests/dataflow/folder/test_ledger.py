@@ -133,7 +133,7 @@ def test_a_group_that_was_never_issued_gets_no_outcome_and_no_state(ledger: Ledg
     ):
         ledger.advance("prompts", [1, 7, 8], "scored")
     with pytest.raises(LedgerError, match="never issued"):
-        ledger.reissue("prompts", [-1])
+        ledger.advance("prompts", [-1], "scored")
     assert ledger.counts("actor").in_flight == {"issued": 2}
 
 
@@ -509,18 +509,6 @@ def test_states_only_move_forward_so_a_redelivery_changes_nothing(ledger: Ledger
     assert ledger.counts("actor").in_flight == {"issued": 1, "scored": 2}
     with pytest.raises(LedgerError, match="cannot advance to 'trained'"):
         ledger.advance("prompts", [0], "trained")
-
-
-def test_lost_work_is_issued_again_and_counted(ledger: Ledger) -> None:
-    issue(ledger, 3)
-    ledger.advance("prompts", [0, 1, 2], "generated")
-    ledger.reissue("prompts", [1])
-    assert [(group.group_id, group.state) for group in ledger.in_flight("prompts")] == [
-        (0, "generated"),
-        (1, "issued"),
-        (2, "generated"),
-    ]
-    assert rows(ledger, "SELECT group_id, issues FROM groups") == [(0, 1), (1, 2), (2, 1)]
 
 
 def test_groups_are_numbered_on_without_gaps(ledger: Ledger) -> None:

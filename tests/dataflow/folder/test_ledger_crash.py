@@ -62,13 +62,6 @@ class Histories(RuleBasedStateMachine):
         self.ledger.advance("prompts", groups, STATES[state])
 
     @precondition(lambda self: self.states)
-    @rule(data=st.data())
-    def reissue(self, data: st.DataObject) -> None:
-        for group in (groups := self.some(data)):
-            self.states[group] = 0
-        self.ledger.reissue("prompts", groups)
-
-    @precondition(lambda self: self.states)
     @rule(data=st.data(), node=st.sampled_from(TRAINERS))
     def commit(self, data: st.DataObject, node: str) -> None:
         groups = self.some(data)
@@ -255,7 +248,7 @@ def calls(ledger: Ledger) -> Iterator[object]:
     yield ledger.drop("trainer", "prompts", {5: "refused"})
     yield ledger.commit_step("trainer", 2, version=2, source="prompts", trained=[3, 4])
     yield ledger.roll_back_to(1, "trainer")
-    yield ledger.reissue("prompts", [3, 4])
+    yield ledger.issue("prompts", [(6, "6")])
 
 
 def state(ledger: Ledger) -> tuple[object, ...]:
