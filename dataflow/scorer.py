@@ -16,7 +16,14 @@ from dataflow.errors import GraphError, nearest
 from dataflow.node import Rollout, Stream, Traits, Transform, Weights
 from dataflow.records import DROP_REASON, ERROR, Columns, note_column
 from dataflow.runtime import Context, Runtime
-from dataflow.scoring.signature import NOTED, Signature, read_signature, where_defined
+from dataflow.scoring.signature import (
+    NOTED,
+    Signature,
+    decorated,
+    read_signature,
+    stand_for,
+    where_defined,
+)
 from dataflow.settable import RESTART, Settable, settable_parameters
 
 P = ParamSpec("P")
@@ -76,9 +83,7 @@ class Scorer(Transform, Generic[P, T_co]):
             object.__setattr__(self, "name", signature.name)
         super().__post_init__()
         self._check_limits()
-        for attribute in ("__doc__", "__name__", "__qualname__", "__module__"):
-            object.__setattr__(self, attribute, getattr(self.function, attribute, None))
-        object.__setattr__(self, "__wrapped__", self.function)
+        stand_for(self, self.function)
 
     @overload
     def __call__(self, stream: Stream[Any], **knobs: Any) -> Stream[Rollout]: ...
@@ -330,13 +335,7 @@ def scorer(function: Callable[..., Any] | None = None, /, **limits: Any) -> Any:
     >>> rows.select(["reward", "advantage"]).to_pylist()
     [{'reward': 2.0, 'advantage': 0.0}, {'reward': 2.0, 'advantage': 0.0}]
     """
-    if function is not None:
-        return Scorer(function=function)
-
-    def decorate(function: Callable[..., Any]) -> Scorer[..., Any]:
-        return Scorer(function=function, **limits)
-
-    return decorate
+    return decorated(Scorer, function, limits)
 
 
 def _is_exception(kind: Any) -> bool:
@@ -485,10 +484,4 @@ def keep(function: Callable[..., Any] | None = None, /, **limits: Any) -> Any:
     >>> undecided.name, list(undecided.reads())
     ('undecided', ['reward'])
     """
-    if function is not None:
-        return Keep(function=function)
-
-    def decorate(function: Callable[..., bool]) -> Keep[...]:
-        return Keep(function=function, **limits)
-
-    return decorate
+    return decorated(Keep, function, limits)

@@ -54,6 +54,22 @@ class Signature:
     """Whether it is a coroutine function."""
 
 
+def decorated(make: Callable[..., Any], function: Any, limits: Mapping[str, Any]) -> Any:
+    """What a decorator gives that is written bare, above a function, or with limits, and then gets
+    the function later.
+    """
+    if function is not None:
+        return make(function=function)
+    return lambda function: make(function=function, **limits)
+
+
+def stand_for(operator: Any, function: Any) -> None:
+    """Give a frozen operator the names and the docstring of its function."""
+    for attribute in ("__doc__", "__name__", "__qualname__", "__module__"):
+        object.__setattr__(operator, attribute, getattr(function, attribute, None))
+    object.__setattr__(operator, "__wrapped__", function)
+
+
 def where_defined(function: Any) -> str:
     """File and line of a function, as file.py:12."""
     code = code_of(function)

@@ -3,19 +3,17 @@ and sent as JSON. At the end what the run and a tracker's process say to each ot
 """
 
 import dataclasses
-import importlib
-import importlib.util
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import ModuleType
 from typing import Any, TypeAlias
 
 from dataflow.errors import GraphError, nearest
 from dataflow.system.files import to_json
 from dataflow.system.messages import Codec, Message
+from dataflow.system.modules import module_at
 from dataflow.trackers.tracker import Tracker
 
 TRACK = "track"
@@ -192,7 +190,7 @@ def _place(kind: type) -> str:
 def _attribute(module: str, attribute: str) -> Any:
     loads = _LOADS.set(True)
     try:
-        value: Any = _module(module)
+        value: Any = module_at(module, suffix="_trackers")
     except Exception as error:
         raise GraphError(
             f"tracker '{module}:{attribute}' cannot be imported: {type(error).__name__}: {error};"
@@ -207,20 +205,6 @@ def _attribute(module: str, attribute: str) -> Any:
             f"'{module}' has no tracker '{attribute}'; define it there, or name another"
         )
     return value
-
-
-def _module(place: str) -> ModuleType:
-    if not place.endswith(".py"):
-        return importlib.import_module(place)
-    name = f"{Path(place).stem}_trackers"
-    if name in sys.modules and getattr(sys.modules[name], "__file__", None) == place:
-        return sys.modules[name]
-    spec = importlib.util.spec_from_file_location(name, place)
-    assert spec is not None and spec.loader is not None, "it ends with .py"
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module
-    spec.loader.exec_module(module)
-    return module
 
 
 def _file_name(name: str) -> str:

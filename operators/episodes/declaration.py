@@ -20,7 +20,7 @@ from dataflow.errors import GraphError
 from dataflow.node import Generate, Operator, Rollout, Stream, Traits
 from dataflow.records import EPISODE_COLUMNS, SAMPLED_COLUMNS, TEMPERATURE, Columns
 from dataflow.runtime import Context, Runtime
-from dataflow.scoring.signature import where_defined
+from dataflow.scoring.signature import decorated, stand_for, where_defined
 from operators.chat.chat_format import ChatFormat, delimiter_fault
 from operators.chat.conversation import Past
 from operators.chat.tool_calls import TextCalls
@@ -274,9 +274,7 @@ class FunctionKnobs(EpisodeKnobs):
         if not self.name:
             object.__setattr__(self, "name", self.function.__name__)
         super().__post_init__()
-        for attribute in ("__doc__", "__name__", "__qualname__", "__module__"):
-            object.__setattr__(self, attribute, getattr(self.function, attribute, None))
-        object.__setattr__(self, "__wrapped__", self.function)
+        stand_for(self, self.function)
 
     @property
     def where(self) -> str:
@@ -476,13 +474,7 @@ def episode(function: Callable[..., Any] | None = None, /, **limits: Any) -> Any
     >>> {"completion", "mask", "turn", "turn_reward", "guess"} <= set(rollouts.columns)
     True
     """
-    if function is not None:
-        return Episode(function=function)
-
-    def decorate(function: Callable[..., Any]) -> Episode:
-        return Episode(function=function, **limits)
-
-    return decorate
+    return decorated(Episode, function, limits)
 
 
 async def _until_an_answer(chat: Any) -> str:

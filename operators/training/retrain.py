@@ -5,11 +5,7 @@ imports torch.
 from __future__ import annotations
 
 import dataclasses
-import importlib
-import importlib.util
-import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
@@ -22,6 +18,7 @@ from dataflow.folder.ledger import MadeStep
 from dataflow.history.replay import ReplayScript
 from dataflow.records import NEW_LOGPROBS
 from dataflow.runtime import Context
+from dataflow.system.modules import named
 from operators import losses
 from operators.models.loading import load_tokenizer
 from operators.trainer import TrainerKnobs
@@ -74,18 +71,16 @@ def find_loss(text: str) -> Callable[..., Any]:
     """
     if text in losses.__all__:
         return getattr(losses, text)  # type: ignore[no-any-return]
-    place, colon, function = text.rpartition(":")
+    place, colon, _ = text.rpartition(":")
     if not colon or not place:
         raise GraphError(
             f"no loss is called {text!r}{nearest(text, losses.__all__)}; give one of"
             f" {losses.__all__}, or a function of your own as module:function or"
             " path/to/file.py:function"
         )
-    loss = getattr(_module(place), function, None)
+    loss = named(text, text, "loss")
     if not callable(loss):
-        raise GraphError(
-            f"'{place}' has no function {function!r}; define it there, or name another"
-        )
+        raise GraphError(f"{text!r} is no function; name a function of its columns as the loss")
     return loss  # type: ignore[no-any-return]
 
 
@@ -105,22 +100,6 @@ def _make(making: StepMaker, step: MadeStep, table: pa.Table) -> dict[str, float
     figures = {"loss": outcome.loss, "grad_norm": outcome.grad_norm}
     differing = other_logprobs(making.new_logprobs(), table.to_batches())
     return figures if differing is None else figures | {"other_logprobs": differing}
-
-
-def _module(place: str) -> Any:
-    try:
-        if not place.endswith(".py"):
-            return importlib.import_module(place)
-        spec = importlib.util.spec_from_file_location(Path(place).stem, place)
-        assert spec is not None and spec.loader is not None
-        module = importlib.util.module_from_spec(spec)
-        sys.modules.setdefault(Path(place).stem, module)
-        spec.loader.exec_module(module)
-    except Exception as error:
-        raise GraphError(
-            f"'{place}' cannot be imported: {type(error).__name__}: {error}; mend it"
-        ) from error
-    return module
 
 
 def other_logprobs(computed: NewLogprobs | None, records: Iterable[pa.RecordBatch]) -> int | None:

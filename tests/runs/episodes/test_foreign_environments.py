@@ -20,6 +20,7 @@ from documents_rig import checkout, class_block
 from bench.episodes.tool_caller import make
 from dataflow import Graph, Model, Result, run
 from dataflow.folder.run_folder import RunFolder
+from dataflow.system.modules import named
 from operators import Generator, Prompts, Trainer
 from operators.credit import advantage
 from operators.environments import (
@@ -29,7 +30,6 @@ from operators.environments import (
     verifiers_environment,
 )
 from operators.losses import aipo
-from operators.rewards import named
 
 pytestmark = [
     pytest.mark.slow,
