@@ -134,8 +134,6 @@ def quantise(
     model: torch.nn.Module,
     weights: Weights,
     *,
-    group: int | None = None,
-    head: bool = False,
     adopt: Literal["view", "copy"] = "view",
     arrives_quantised: bool = False,
     sliced: Sliced | None = None,
@@ -143,15 +141,13 @@ def quantise(
     """Replace the weights of every linear layer, and of the experts of a mixture, by quantised
     ones.
 
-    Embeddings, norms, biases and the layers that choose experts keep their parameters. Layers that
-    share one weight go on sharing it; a weight shared with an embedding stays. Experts are computed
-    one at a time ("eager").
+    Embeddings, the output layer, norms, biases and the layers that choose experts keep their
+    parameters. Layers that share one weight go on sharing it; a weight shared with an embedding
+    stays. Experts are computed one at a time ("eager").
 
     Args:
         model: a loaded decoder of transformers, on its device; changed in place.
         weights: "int8" (weights only), "int8_dynamic" and "fp8" (inputs too, for each token).
-        group: input features that share a scale; None: all. For "int8" only.
-        head: quantise the output layer too, unless it is tied to the embeddings.
         adopt: as the `WeightReader` adopts. "view" needs no memory for full weights, and a reader
             whose versions are in the model's dtype, in CPU memory; "copy" keeps a full copy for the
             reader to write into.
@@ -161,55 +157,37 @@ def quantise(
             `Intake.adopted`.
 
     Raises:
-        ModelError: the device cannot, `group` does not divide a layer's inputs, or nothing is to be
-            quantised.
+        ModelError: the device cannot, or nothing is to be quantised.
     """
     first = next(model.parameters())
     capability = (
         torch.cuda.get_device_capability(first.device) if first.device.type == "cuda" else None
     )
     wrong = fault(weights, device=first.device, dtype=first.dtype, capability=capability)
-    if (
-        wrong is None
-        and (getattr(model, "tp_size", None) or 1) > 1
-        and (sliced is None or group is not None)
-    ):
+    if wrong is None and (getattr(model, "tp_size", None) or 1) > 1 and sliced is None:
         wrong = (
-            f"a model that {model.tp_size} ranks share out is quantised with sliced=, and a scale"
-            f" per row, but got {sliced=}, {group=}; say how it is shared out, and leave group out"
-        )
-    if wrong is None and group is not None and weights != "int8":
-        wrong = f'group={group} is for weights="int8", but weights={weights!r}; leave group out'
-    if wrong is None and arrives_quantised and (group is not None or head):
-        wrong = (
-            f"weights that arrive quantised have a scale per row, and no head, but got {group=},"
-            f" {head=}; leave both out"
+            f"a model that {model.tp_size} ranks share out is quantised with sliced=, but got"
+            f" {sliced=}; say how it is shared out"
         )
     if wrong is not None:
         raise ModelError(wrong)
     form = FORMATS[weights]
-    layers, experts = _chosen(model, head)
+    layers, experts = _chosen(model)
     if not layers and not experts:
         raise ModelError(
             f"{type(model).__name__} has nothing to quantise; found no linear layer but its head;"
             ' use weights="model"'
         )
     tensors: dict[str, torch.Tensor] = dict(model.named_parameters())
-    plan = {
-        name: _groups(name, full.shape[-1], group)
-        for name, full in tensors.items()
-        if name in {*layers, *experts}
-    }
+    plan = [name for name in tensors if name in layers or name in experts]
     staged = []
-    for name, groups in plan.items():
+    for name in plan:
         full = tensors[name]
         largest = sliced.largest if sliced is not None and name in sliced.cut_rows else None
         if name in experts:
-            quantised: QuantisedLinear | QuantisedExperts = _experts(
-                model, name, form, groups, largest
-            )
+            quantised: QuantisedLinear | QuantisedExperts = _experts(model, name, form, largest)
         else:
-            quantised = _linear(model, layers[name], form, groups, largest)
+            quantised = _linear(model, layers[name], form, largest)
         if arrives_quantised:
             tensors[name], tensors[name + SCALE] = quantised.weight, quantised.scale
             continue
@@ -226,16 +204,16 @@ def linear_weights(model: torch.nn.Module) -> frozenset[str]:
     """Names of the parameters that `quantise` replaces: of a loaded decoder, or of one on the meta
     device.
     """
-    layers, experts = _chosen(model, head=False)
+    layers, experts = _chosen(model)
     return frozenset(layers) | experts
 
 
-def _chosen(model: torch.nn.Module, head: bool) -> tuple[dict[str, list[str]], set[str]]:
+def _chosen(model: torch.nn.Module) -> tuple[dict[str, list[str]], set[str]]:
     """By parameter's name: the linear layers that hold that weight; and the names of experts'
     weights.
     """
     names = {id(parameter): name for name, parameter in model.named_parameters()}
-    output_layer = None if head else model.get_output_embeddings()  # type: ignore[operator]
+    output_layer = model.get_output_embeddings()  # type: ignore[operator]
     layers: dict[str, list[str]] = {}
     excluded: set[str] = set()
     experts: set[str] = set()
@@ -260,7 +238,7 @@ def _chosen(model: torch.nn.Module, head: bool) -> tuple[dict[str, list[str]], s
 
 
 def _linear(
-    model: torch.nn.Module, paths: list[str], form: Format, groups: int, largest: Largest | None
+    model: torch.nn.Module, paths: list[str], form: Format, largest: Largest | None
 ) -> QuantisedLinear:
     """Put one quantised weight in place of the linear layers at `paths`, which share their
     weight.
@@ -269,7 +247,7 @@ def _linear(
     for path in paths:
         linear = model.get_submodule(path)
         assert isinstance(linear, torch.nn.Linear)
-        layer = QuantisedLinear(linear, form, groups, largest)
+        layer = QuantisedLinear(linear, form, largest)
         if quantised:
             layer._buffers.update(quantised[0]._buffers)
         quantised.append(layer)
@@ -278,30 +256,18 @@ def _linear(
 
 
 def _experts(
-    model: torch.nn.Module, name: str, form: Format, groups: int, largest: Largest | None
+    model: torch.nn.Module, name: str, form: Format, largest: Largest | None
 ) -> QuantisedExperts:
     """Put quantised experts in place of the parameter of that name, and have them computed one at a
     time.
     """
     path, _, key = name.rpartition(".")
     module = model.get_submodule(path)
-    layer = QuantisedExperts(getattr(module, key), form, groups, largest)
+    layer = QuantisedExperts(getattr(module, key), form, largest)
     delattr(module, key)
     setattr(module, key, layer)
     model.set_experts_implementation("eager")  # type: ignore[operator]
     return layer
-
-
-def _groups(name: str, columns: int, group: int | None) -> int:
-    """Scales of a row."""
-    if group is None:
-        return 1
-    if group < 1 or columns % group:
-        raise ModelError(
-            f"group={group} does not divide the {columns} inputs of '{name}'; use a divisor of"
-            " every layer's inputs"
-        )
-    return columns // group
 
 
 def quantized_names(model: Model) -> frozenset[str]:

@@ -1,9 +1,9 @@
 """A linear layer, and the experts of a mixture, whose weights are quantised.
 
-Axes: n tokens, out and in features, G groups of input features.
+Axes: n tokens, out and in features.
 
-A matrix [..., rows, columns] has a float32 scale per row and group of columns, [..., rows, groups];
-symmetric, so that number = value * scale and the largest number of a group is the largest value.
+A matrix [..., rows, columns] has a float32 scale per row, [..., rows, 1]; symmetric, so that number
+= value * scale and the largest number of a row is the largest value.
 """
 
 from __future__ import annotations
@@ -62,55 +62,43 @@ def pack(
     largest: Largest | None = None,
 ) -> None:
     """Quantise `numbers` [..., rows, columns] into `values` (same shape) and `scale` [..., rows,
-    groups], in place.
+    1], in place.
 
     Scales are numbers of the dtype of `numbers` where that has float32's range, so that a product
-    may take them in that dtype. At most a slice is held in float32. A group with a number that is
-    not finite gets such a scale. largest: where the rows are cut, and these are parts of them; the
+    may take them in that dtype. At most a slice is held in float32. A row with a number that is not
+    finite gets such a scale. largest: where the rows are cut, and these are parts of them; the
     scales are those of whole rows.
     """
-    columns, groups = values.shape[-1], scale.shape[-1]
-    into, scales = values.view(-1, columns), scale.view(-1, groups)
+    into, scales = values.view(-1, values.shape[-1]), scale.view(-1, 1)
     coarse = numbers.dtype is torch.bfloat16
     if largest is not None:
-        for low, block in _slices(numbers, values, groups):
-            scales[low : low + len(block)] = block.abs().amax(-1)
+        for low, block in _slices(numbers, values):
+            scales[low : low + len(block)] = block.abs().amax(-1, keepdim=True)
         largest(scale.view(torch.int32))
-    for low, block in _slices(numbers, values, groups):
+    for low, block in _slices(numbers, values):
         high = low + len(block)
-        fine = block.abs().amax(-1, keepdim=True) if largest is None else scales[low:high, :, None]
+        fine = block.abs().amax(-1, keepdim=True) if largest is None else scales[low:high]
         # By a tensor, as in the trainer's encoder: both round alike on every device.
         fine = (fine / torch.full((), form.top, device=fine.device)).clamp_(min=TINY)
         if coarse:
             fine = fine.bfloat16().float()
-        into[low:high] = _rounded(block / fine, form).view(-1, columns)
-        scales[low:high] = fine[..., 0]
+        into[low:high] = _rounded(block / fine, form)
+        scales[low:high] = fine
 
 
-def _slices(
-    numbers: torch.Tensor, beside: torch.Tensor, groups: int
-) -> Iterator[tuple[int, torch.Tensor]]:
-    """(first row, rows [n, groups, columns / groups] in float32 on the device of `beside`), slice
-    by slice.
-    """
-    columns = numbers.shape[-1]
-    rows = numbers.reshape(-1, columns)
-    step = max(1, SLICE.get(beside.device.type, 1 << 26) // columns)
+def _slices(numbers: torch.Tensor, beside: torch.Tensor) -> Iterator[tuple[int, torch.Tensor]]:
+    """(first row, rows [n, columns] in float32 on the device of `beside`), slice by slice."""
+    rows = numbers.reshape(-1, numbers.shape[-1])
+    step = max(1, SLICE.get(beside.device.type, 1 << 26) // rows.shape[-1])
     for low in range(0, len(rows), step):
-        yield (
-            low,
-            rows[low : low + step]
-            .to(beside.device, torch.float32)
-            .view(-1, groups, columns // groups),
-        )
+        yield low, rows[low : low + step].to(beside.device, torch.float32)
 
 
 def unpack(values: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """The numbers [..., rows, columns] that `values` and `scale` [..., rows, groups] stand for,
-    rounded to `dtype`.
+    """The numbers [..., rows, columns] that `values` and `scale` [..., rows, 1] stand for, rounded
+    to `dtype`.
     """
-    grouped = values.float().view(*scale.shape, values.shape[-1] // scale.shape[-1])
-    return grouped.mul_(scale[..., None]).view(values.shape).to(dtype)
+    return values.float().mul_(scale).to(dtype)
 
 
 def per_token(inputs: torch.Tensor, form: Format) -> tuple[torch.Tensor, torch.Tensor]:
@@ -142,7 +130,7 @@ LEAST_INT_ROWS = 32
 
 class QuantisedLinear(torch.nn.Linear):
     """`linear` with values and scales in place of its weight: buffers `weight` [out, in] and
-    `scale` float32 [out, G].
+    `scale` float32 [out, 1].
 
     Its bias stays the parameter that it was. There is no parameter of a quantised dtype. Where
     ranks share out the layer, buffers, inputs and outputs are this rank's, and `in_features` and
@@ -156,7 +144,7 @@ class QuantisedLinear(torch.nn.Linear):
     """Whether inputs are brought into the format."""
 
     def __init__(
-        self, linear: torch.nn.Linear, form: Format, groups: int = 1, largest: Largest | None = None
+        self, linear: torch.nn.Linear, form: Format, largest: Largest | None = None
     ) -> None:
         """Quantise what `linear` holds now. largest: as for `pack`."""
         torch.nn.Module.__init__(self)
@@ -168,7 +156,7 @@ class QuantisedLinear(torch.nn.Linear):
         self.rounds, self._largest = form.inputs, largest
         device = linear.weight.device
         self.register_buffer("weight", _place(linear.weight.shape, form.dtype, device))
-        self.register_buffer("scale", _place((len(linear.weight), groups), torch.float32, device))
+        self.register_buffer("scale", _place((len(linear.weight), 1), torch.float32, device))
         self.register_parameter("bias", linear.bias)
         self.take(linear.weight)
 
@@ -195,17 +183,13 @@ class QuantisedExperts(torch.nn.Module):
     weight: torch.Tensor
     scale: torch.Tensor
 
-    def __init__(
-        self, experts: torch.Tensor, form: Format, groups: int = 1, largest: Largest | None = None
-    ) -> None:
-        """Quantise `experts`, with a scale per row and group of their last axis. largest: as for
-        `pack`.
-        """
+    def __init__(self, experts: torch.Tensor, form: Format, largest: Largest | None = None) -> None:
+        """Quantise `experts`, with a scale per row. largest: as for `pack`."""
         super().__init__()
         self.form, self.dtype, self._largest = form, experts.dtype, largest
         self.register_buffer("weight", _place(experts.shape, form.dtype, experts.device))
         self.register_buffer(
-            "scale", _place((*experts.shape[:-1], groups), torch.float32, experts.device)
+            "scale", _place((*experts.shape[:-1], 1), torch.float32, experts.device)
         )
         self.take(experts)
 
@@ -246,7 +230,7 @@ def _place(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> to
 
 def _product(x: torch.Tensor, layer: QuantisedLinear) -> torch.Tensor:
     """x [n, in] times dequantised weights, plus bias: inputs stay as they are."""
-    if layer.form.inputs or layer.scale.shape[1] > 1 or x.dtype is torch.float16:
+    if layer.form.inputs or x.dtype is torch.float16:
         return F.linear(x, unpack(layer.weight, layer.scale, x.dtype), layer.bias)
     scale = layer.scale[:, 0].to(x.dtype)
     few = len(x) <= FEW_ROWS and x.shape[1] % FEW_ROWS_FEATURES == 0

@@ -54,9 +54,9 @@ def logits(model, ids=IDS):
         return model(input_ids=ids, use_cache=False).logits
 
 
-def packed(weight, form, groups=1):
+def packed(weight, form):
     values = torch.empty(weight.shape, dtype=form.dtype)
-    scale = torch.empty(*weight.shape[:-1], groups)
+    scale = torch.empty(*weight.shape[:-1], 1)
     pack(weight, form, values, scale)
     return values, scale
 
@@ -106,17 +106,15 @@ def stands_for(model, narrow, *, rounds=True):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("groups", [1, 4])
-def test_an_int8_weight_is_off_by_half_a_scale_at_most(dtype, groups):
+def test_an_int8_weight_is_off_by_half_a_scale_at_most(dtype):
     spread = torch.logspace(-6, 3, 300, dtype=torch.float64)[:, None]
     weight = (
         torch.randn(300, 64, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
         * spread
     ).to(dtype)
-    values, scale = packed(weight, FORMATS["int8"], groups)
-    exact = values.double().unflatten(-1, (groups, -1)) * scale.double()[..., None]
-    off = (weight.double().unflatten(-1, (groups, -1)) - exact).abs()
-    assert (off <= scale.double()[..., None] * 0.5 * (1 + 1e-4)).all()
+    values, scale = packed(weight, FORMATS["int8"])
+    off = (weight.double() - values.double() * scale.double()).abs()
+    assert (off <= scale.double() * 0.5 * (1 + 1e-4)).all()
     assert values.abs().max() == 127
     if dtype is torch.bfloat16:
         assert torch.equal(scale, scale.bfloat16().float())
@@ -149,9 +147,9 @@ def test_a_weight_that_is_not_finite_gives_logits_that_are_not(make_model, weigh
 
 def test_quantising_in_slices_gives_what_the_whole_gives(monkeypatch):
     weight = torch.randn(37, 12)
-    whole = packed(weight, FORMATS["int8"], 2)
+    whole = packed(weight, FORMATS["int8"])
     monkeypatch.setitem(linear_layers.SLICE, "cpu", 100)
-    assert all(map(torch.equal, packed(weight, FORMATS["int8"], 2), whole))
+    assert all(map(torch.equal, packed(weight, FORMATS["int8"]), whole))
 
 
 @pytest.mark.parametrize("form", FORMATS.values(), ids=FORMATS)
@@ -190,15 +188,11 @@ def test_slices_are_quantised_with_the_other_ranks_or_not_at_all(make_model):
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen2", "gemma2", "mixtral"])
-@pytest.mark.parametrize(
-    ("weights", "group"), [("int8", None), ("int8", 16), ("int8_dynamic", None), ("fp8", None)]
-)
-def test_a_quantised_model_computes_what_its_dequantised_weights_do(
-    make_model, family, weights, group
-):
+@pytest.mark.parametrize("weights", FORMATS)
+def test_a_quantised_model_computes_what_its_dequantised_weights_do(make_model, family, weights):
     model = make_model(family)
     narrow = copy.deepcopy(model)
-    quantise(narrow, weights, group=group)
+    quantise(narrow, weights)
     layers = narrow_layers(narrow)
     assert len(layers) == (12 if family == "mixtral" else 14)
     plain, rounded = (logits(stands_for(model, narrow, rounds=rounds)) for rounds in (False, True))
@@ -281,18 +275,6 @@ def test_staging_takes_no_memory(make_model):
     staged = [tensor for tensor in intake.tensors.values() if tensor.data_ptr() not in own]
     assert len(staged) == 14
     assert sum(tensor.untyped_storage().nbytes() for tensor in staged) == 4 * len(staged)
-
-
-def test_the_head_is_quantised_when_asked_unless_it_is_tied(make_model):
-    model = make_model()
-    quantise(model, "int8", head=True)
-    assert isinstance(model.lm_head, QuantisedLinear)
-    assert model.get_output_embeddings().weight.shape == (32, 32)
-    tied = make_model(tie_word_embeddings=True)
-    intake = quantise(tied, "int8", head=True)
-    assert type(tied.lm_head) is torch.nn.Linear
-    assert tied.lm_head.weight is tied.model.embed_tokens.weight
-    assert intake.tensors["model.embed_tokens.weight"] is tied.model.embed_tokens.weight
 
 
 def test_layers_that_share_a_weight_share_the_quantised_one(make_model):
@@ -450,12 +432,6 @@ def test_the_narrow_tensors_are_told_by_a_models_config_alone(
     assert len(names) == len(narrow_layers(model))
 
 
-@pytest.mark.parametrize("knobs", [{"group": 16}, {"head": True}])
-def test_weights_that_arrive_narrow_have_a_scale_per_row_and_no_head(make_model, knobs):
-    with pytest.raises(ModelError, match="leave both out"):
-        quantise(make_model(), "int8", arrives_quantised=True, **knobs)
-
-
 def test_greedy_decoding_with_quantised_weights_is_that_of_the_dequantised_ones(make_model):
     model = make_model()
     narrow = copy.deepcopy(model)
@@ -611,13 +587,8 @@ def test_fp8_is_refused_where_the_gpu_cannot_and_rehearsed_on_the_cpu():
 def test_what_cannot_be_quantised_says_so_and_leaves_the_model_alone(make_model):
     model = make_model()
     before = logits(model)
-    for words, knobs in (
-        ("not known", {"weights": "int4"}),
-        ("does not divide", {"weights": "int8", "group": 32}),
-        ('is for weights="int8"', {"weights": "fp8", "group": 16}),
-    ):
-        with pytest.raises(ModelError, match=words):
-            quantise(model, **knobs)
+    with pytest.raises(ModelError, match="not known"):
+        quantise(model, "int4")
     assert torch.equal(logits(model), before)
     quantise(model, "int8")
     with pytest.raises(ModelError, match="nothing to quantise"):
