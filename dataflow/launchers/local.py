@@ -112,39 +112,16 @@ def _share(number: int, count: int, gpus: int) -> range:
     return range(number * gpus // count, (number + 1) * gpus // count)
 
 
-def local(
-    count: int,
-    *,
-    names: Sequence[str] = (),
-    addresses: Sequence[str] = (),
-    prefixes: Sequence[Sequence[str]] = (),
-) -> Local:
+def local(count: int) -> Local:
     """For `run(graph, on=local(3))`: so many agents on this machine, each with a socket folder of
     its own; hosts h1, h2, ..., which share its cores and accelerators, all on loopback.
 
-    names, addresses, prefixes: of each, in its turn: its name, the address at which the others
-    reach it, a command that runs it, such as `nsenter ...`. Errors: GraphError.
+    Errors: GraphError.
 
     >>> from dataflow.launchers.local import local
     >>> [slot.host for slot in local(2).slots]
     ['h1', 'h2']
     """
-    lists = {"names": names, "addresses": addresses, "prefixes": prefixes}
-    wrong = [
-        f"{len(values)} {kind}" for kind, values in lists.items() if values and len(values) != count
-    ]
-    if count < 1 or wrong:
-        raise GraphError(
-            f"local({count}) starts {count} agents{f', but is given {wrong[0]}' if wrong else ''};"
-            " give a number above 0, and as many names, addresses and prefixes, or none"
-        )
-    return Local(
-        [
-            Slot(
-                host=names[number] if names else f"h{number + 1}",
-                prefix=tuple(prefixes[number]) if prefixes else (),
-                address=addresses[number] if addresses else LOOPBACK,
-            )
-            for number in range(count)
-        ]
-    )
+    if count < 1:
+        raise GraphError(f"local({count}) starts {count} agents; give a number above 0")
+    return Local([Slot(host=f"h{number + 1}") for number in range(count)])

@@ -93,13 +93,13 @@ def export_run(
 
     folder = RunFolder.open(run)
     place = out or Path(f"{folder.path.name}-{'pairs' if pairs else 'rollouts'}")
-    exported = export(folder, to, place, pairs=pairs, by=by)
+    rows, notes = export(folder, to, place, pairs=pairs, by=by)
     template = "{:,} pairs" if pairs else "{:,} rows {}"
     print(
         f"wrote {place}:"
-        f" {', '.join(template.format(count, split) for split, count in exported.rows.items())}"
+        f" {', '.join(template.format(count, split) for split, count in rows.items())}"
     )
-    for note in exported.notes:
+    for note in notes:
         print(f"note: {clean(note)}")
     return 0
 

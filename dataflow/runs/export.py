@@ -93,19 +93,10 @@ _SAID: Mapping[str, str] = {
 }
 
 
-@dataclass(frozen=True)
-class CardColumn:
-    """One column of the data set."""
-
-    name: str
-    kind: str
-    """Its Arrow type."""
-
-
 def card(
     folder: RunFolder,
     rows: Mapping[str, int],
-    columns: Sequence[CardColumn],
+    columns: pa.Schema,
     *,
     pairs: bool,
     notes: Sequence[str],
@@ -150,7 +141,7 @@ def card(
             else "of the prompts, or added by an operator"
         )
         meaning = _SAID.get(column.name, default)
-        lines.append(f"| `{_code(column.name)}` | `{_code(column.kind)}` | {_text(meaning)} |")
+        lines.append(f"| `{_code(column.name)}` | `{_code(column.type)}` | {_text(meaning)} |")
     if "untrained" in rows:
         lines += [
             "",
@@ -435,21 +426,11 @@ UNTRAINED = "untrained"
 PARQUET, HF = "parquet", "hf"
 
 
-@dataclass(frozen=True, kw_only=True)
-class Exported:
-    """What was written."""
-
-    folder: Path
-    rows: Mapping[str, int]
-    """By split."""
-    notes: tuple[str, ...] = field(default=())
-    """What is not in it, and why."""
-
-
 def export(
     folder: RunFolder, to: str, out: Path, *, pairs: bool = False, by: str = REWARD
-) -> Exported:
-    """Write a data set at `out`: all of it, or nothing.
+) -> tuple[Mapping[str, int], Sequence[str]]:
+    """Write a data set at `out`: all of it, or nothing. Gives its rows by split, and what is not in
+    it, and why.
 
     to: "parquet": files alone; "hf": with a card, so that `datasets.load_dataset(out)` reads it.
     pairs: of each trained group the best and the worst by `by`. Errors: RunError where there is
@@ -461,9 +442,8 @@ def export(
             f"a run is exported to {PARQUET} or {HF}, but got {to!r}; give one of the two"
         )
     refuse_existing(out)
-    counted = parts_of(folder)
-    trained = [part for part in counted.files if part.outcome == TRAINED]
-    notes = list(counted.notes)
+    files, notes = parts_of(folder)
+    trained = [part for part in files if part.outcome == TRAINED]
     with new_folder(out) as partial:
         data = partial / "data" if to == HF else partial
         if pairs:
@@ -472,9 +452,9 @@ def export(
             notes += [f"left out: {pairing.left}"] if str(pairing.left) else []
             schema = SCHEMA
         else:
-            schema = rollout_schema(counted.files)
+            schema = rollout_schema(files)
             schema = _schema_with(schema, folder)
-            evaluated = [part for part in counted.files if part.outcome == EVALUATED]
+            evaluated = [part for part in files if part.outcome == EVALUATED]
             rows = _written(
                 data,
                 {
@@ -494,13 +474,13 @@ def export(
             text = card(
                 folder,
                 rows,
-                [CardColumn(column.name, str(column.type)) for column in schema],
+                schema,
                 pairs=pairs,
                 notes=notes,
             )
             with disk("writing", partial, THEN):
                 (partial / "README.md").write_text(text, encoding="utf-8")
-    return Exported(folder=out, rows=rows, notes=tuple(notes))
+    return rows, notes
 
 
 def _pairs(trained: list[Part], pairing: Pairing, by: str) -> Iterator[pa.RecordBatch]:

@@ -71,7 +71,7 @@ class Run:
         columns: only these, which saves memory; None: all. trainer: whose steps; None: of all that
         lead. Errors: RunFolderError for a damaged file.
         """
-        parts = parts_of(self.folder, trainer=trainer).files
+        parts, _ = parts_of(self.folder, trainer=trainer)
         schema = tables.rollout_schema(parts, columns)
         return pa.Table.from_batches(tables.rollout_batches(parts, schema, columns), schema)
 
@@ -79,7 +79,8 @@ class Run:
         self, columns: Collection[str] | None = None, trainer: str | None = None
     ) -> Iterator[pa.RecordBatch]:
         """The same, a batch at a time, for runs that are larger than memory."""
-        return tables.rollout_batches(parts_of(self.folder, trainer=trainer).files, columns=columns)
+        parts, _ = parts_of(self.folder, trainer=trainer)
+        return tables.rollout_batches(parts, columns=columns)
 
     def untrained(self) -> pa.Table:
         """Finished rollouts that are still kept of groups in flight, and of dropped ones, with the

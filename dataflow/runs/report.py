@@ -4,7 +4,7 @@ anywhere.
 
 import shlex
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from importlib import resources
 from pathlib import Path
 from string import Template
@@ -57,13 +57,13 @@ def report(folder: RunFolder, *, by: str = "reward") -> str:
         if begun is not None
         else "at an unknown time"
     )
-    counted = parts_of(folder)
+    files, notes = parts_of(folder)
     sections = [
         ("curves", "Curves", parts.charts(drawn)),
         ("graph", "Graph", parts.graph(read_picture(folder))),
-        ("rollouts", "Rollouts", parts.rollouts(examples_of(counted.files, by))),
+        ("rollouts", "Rollouts", parts.rollouts(examples_of(files, by))),
         ("faults", "Faults and changes", _faults(folder, changes)),
-        ("ledger", "Ledger", _ledger(folder, counted.notes)),
+        ("ledger", "Ledger", _ledger(folder, notes)),
         ("environment", "Environment", _environment(config)),
     ]
     links = "".join(f'<a href="#{name}">{title}</a>' for name, title, _ in sections)
@@ -111,7 +111,7 @@ def _list(items: Iterable[str]) -> str:
     return f"<ul>{''.join(f'<li>{item}</li>' for item in items)}</ul>"
 
 
-def _ledger(folder: RunFolder, notes: tuple[str, ...]) -> str:
+def _ledger(folder: RunFolder, notes: Sequence[str]) -> str:
     sinks = [
         str(node["name"])
         for node in described(folder)[0].get("nodes", ())

@@ -29,15 +29,6 @@ class Part:
     step: int
 
 
-@dataclass(frozen=True, kw_only=True)
-class CountedFiles:
-    """All files of a run, and what is to be known of others."""
-
-    files: tuple[Part, ...] = ()
-    """By trainer ascending in their steps, then those of the evaluations."""
-    notes: tuple[str, ...] = ()
-
-
 @dataclass
 class _Known:
     """What the ledger says."""
@@ -83,9 +74,10 @@ def check_trainer(name: str, trainers: Collection[str]) -> None:
         )
 
 
-def parts_of(folder: RunFolder, *, trainer: str | None = None) -> CountedFiles:
-    """The files of rollouts that count. trainer: whose; None: those of all that lead. Errors:
-    RunError for one that the run has not.
+def parts_of(folder: RunFolder, *, trainer: str | None = None) -> tuple[list[Part], list[str]]:
+    """The files of rollouts that count, by trainer ascending in their steps, then those of the
+    evaluations; and what is to be known of others. trainer: whose; None: those of all that lead.
+    Errors: RunError for one that the run has not.
     """
     graph, config = described(folder)
     trainers, evaluations = trainers_of(graph, config), evaluations_of(graph, config)
@@ -110,7 +102,7 @@ def parts_of(folder: RunFolder, *, trainer: str | None = None) -> CountedFiles:
         files += _files(
             folder, node if len(evaluations) > 1 else None, "eval", EVALUATED, node, answers
         )
-    return CountedFiles(files=tuple(files), notes=tuple(notes))
+    return files, notes
 
 
 def counted_files(folder: RunFolder, kind: str, own: str = "") -> list[tuple[int, Path]]:

@@ -9,7 +9,7 @@ from rigs.machine import wait_until
 from dataflow import GraphError
 from dataflow.history.launch import Launch
 from dataflow.launchers.launcher import Joining, Launcher
-from dataflow.launchers.local import Local, local
+from dataflow.launchers.local import Local, Slot
 from dataflow.launchers.named import known_hosts, launcher_named
 from dataflow.system.security import RunKeys
 
@@ -30,10 +30,6 @@ def test_hosts_share_the_machine_and_have_names() -> None:
     launcher = launcher_named("local:3")
     assert isinstance(launcher, Local) and isinstance(launcher, Launcher) and launcher.hosts == 3
     assert [host.name for host in known_hosts(launcher)] == ["h1", "h2", "h3"]
-    assert (
-        local(2, names=["a", "b"], addresses=["127.0.0.2", "127.0.0.3"]).slots[1].address
-        == "127.0.0.3"
-    )
 
 
 @pytest.mark.parametrize(
@@ -50,16 +46,12 @@ def test_what_is_no_launcher_is_refused(text: str, said: str) -> None:
         launcher_named(text)
 
 
-def test_more_names_than_hosts_are_refused() -> None:
-    with pytest.raises(GraphError, match=r"local\(2\) starts 2 agents, but is given 3 names"):
-        local(2, names=["a", "b", "c"])
-
-
 def test_an_agent_that_ends_is_told_once_with_its_last_words(join: Joining) -> None:
-    launcher = local(
-        2,
-        names=["a", "b"],
-        prefixes=[("sh", "-c", "echo out of luck; exit 3"), ("sh", "-c", "exec sleep 60")],
+    launcher = Local(
+        [
+            Slot(host="a", prefix=("sh", "-c", "echo out of luck; exit 3")),
+            Slot(host="b", prefix=("sh", "-c", "exec sleep 60")),
+        ]
     )
     launcher.start(join)
     told: list[str] = []

@@ -202,7 +202,7 @@ def test_signs_that_act_are_shown_and_all_others_are_themselves() -> None:
 
 
 def test_the_best_the_worst_and_some_by_chance_are_chosen_alike_each_time(made: Path) -> None:
-    parts = parts_of(RunFolder.open(made)).files
+    parts, _ = parts_of(RunFolder.open(made))
     found, again = examples_of(parts), examples_of(parts)
     assert found == again
     assert [row["reward"] for row in found.best] == [1.0] * 3

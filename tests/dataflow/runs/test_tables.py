@@ -91,16 +91,16 @@ def test_a_step_that_the_ledger_has_not_taken_in_does_not_count(made: Path, tmp_
     folder = RunFolder.open(shutil.copytree(made, tmp_path / "copy"))
     table = folder.rollouts_of().read(STEPS)
     folder.rollouts_of().write(STEPS + 1, table)
-    assert [part.step for part in parts_of(folder).files] == list(range(1, STEPS + 1))
+    assert [part.step for part in parts_of(folder)[0]] == list(range(1, STEPS + 1))
     with Ledger.open(folder.ledger) as ledger:
         ledger.roll_back_to(STEPS - 2, "trainer")
-    assert [part.step for part in parts_of(folder).files] == list(range(1, STEPS - 1))
+    assert [part.step for part in parts_of(folder)[0]] == list(range(1, STEPS - 1))
     folder.ledger.write_bytes(b"no database at all, and long enough to be looked at" * 100)
     for beside in folder.path.glob("ledger.db-*"):
         beside.unlink()
-    found = parts_of(folder)
-    assert len(found.files) == STEPS + 1
-    assert "the ledger was not asked which steps count" in found.notes[0]
+    files, notes = parts_of(folder)
+    assert len(files) == STEPS + 1
+    assert "the ledger was not asked which steps count" in notes[0]
 
 
 def test_rollouts_that_nobody_trained_are_told_with_the_reason(made: Path, tmp_path: Path) -> None:
