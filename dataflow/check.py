@@ -6,7 +6,7 @@ from typing import Any
 import pyarrow as pa
 
 from dataflow.annotations import arrow_type, unites
-from dataflow.errors import GraphError, nearest
+from dataflow.errors import GraphError, is_whole, nearest
 from dataflow.node import Generate, Learn, Operator, Source, Stream, Weights
 from dataflow.records import DROP_REASON, LOGPROBS, SAMPLING_MASK, VALUES, group_faults
 from dataflow.structure import (
@@ -391,7 +391,7 @@ def refresh_fault(weights: Weights, reader: Operator, every: Any) -> str | None:
     """
     trainer, trains, reads = weights.trainer, weights.trainer.uses, reader.uses
     assert trains is not None and reads is not None, "both have a model"
-    if isinstance(every, bool) or not isinstance(every, int) or every < 1:
+    if not is_whole(every, 1):
         return (
             f"every counts steps between two versions and cannot be {every!r}; give a whole number"
             " of 1 or more"

@@ -24,7 +24,7 @@ import inspect
 import re
 import traceback
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from typing import Any, ClassVar, ParamSpec, TypeVar
+from typing import Any, ClassVar, ParamSpec, TypeGuard, TypeVar
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -160,6 +160,11 @@ def nearest(name: str, names: Iterable[str]) -> str:
     """'; did you mean ...?' where something known is spelled much like `name`, else nothing."""
     close = difflib.get_close_matches(name, list(names), n=1)
     return f"; did you mean '{close[0]}'?" if close else ""
+
+
+def is_whole(value: object, least: int) -> TypeGuard[int]:
+    """Whether a knob's value is a whole number, no bool, and at least so much."""
+    return isinstance(value, int) and not isinstance(value, bool) and value >= least
 
 
 class KnobCheck(type):

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from dataflow.errors import GraphError, KnobCheck
+from dataflow.errors import GraphError, KnobCheck, is_whole
 
 HEADS = ("lm", "value", "score")
 DTYPES = ("float32", "bfloat16", "float16")
@@ -59,7 +59,7 @@ class LoRA(metaclass=KnobCheck):
     def __post_init__(self) -> None:
         if isinstance(self.targets, list):
             object.__setattr__(self, "targets", tuple(self.targets))
-        if self.rank is not None and (not _is_whole(self.rank) or self.rank < 1):
+        if self.rank is not None and not is_whole(self.rank, 1):
             raise GraphError(
                 f"LoRA has rank={self.rank!r}, which is none; give a whole number of 1 or more,"
                 " as 16"
@@ -69,7 +69,7 @@ class LoRA(metaclass=KnobCheck):
             raise GraphError(
                 f"LoRA has alpha={self.alpha!r}, which scales nothing; give a number above 0, as 32"
             )
-        if not _is_whole(self.seed) or self.seed < 0:
+        if not is_whole(self.seed, 0):
             raise GraphError(
                 f"LoRA has seed={self.seed!r}, which is none; give a whole number of 0 or more"
             )
@@ -164,9 +164,7 @@ class Model(metaclass=KnobCheck):
         object.__setattr__(self, "source", str(self.source))
         _one_of("head", self.head, HEADS)
         _one_of("dtype", self.dtype, DTYPES)
-        if self.context_tokens is not None and (
-            not _is_whole(self.context_tokens) or self.context_tokens < 2
-        ):
+        if self.context_tokens is not None and not is_whole(self.context_tokens, 2):
             raise GraphError(
                 f"Model knob 'context_tokens' is {self.context_tokens!r}, which is no length; give"
                 " a whole number of 2 or more, or None"
@@ -220,7 +218,3 @@ def _one_of(knob: str, text: str, allowed: tuple[str, ...]) -> None:
         raise GraphError(
             f"Model knob '{knob}' is {text!r}, which is not known; use one of {list(allowed)}"
         )
-
-
-def _is_whole(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)

@@ -12,7 +12,7 @@ from typing import Any, ClassVar, Generic, Literal, ParamSpec, TypeVar, cast, ov
 
 import pyarrow as pa
 
-from dataflow.errors import GraphError, nearest
+from dataflow.errors import GraphError, is_whole, nearest
 from dataflow.node import Rollout, Stream, Traits, Transform, Weights
 from dataflow.records import DROP_REASON, ERROR, Columns, note_column
 from dataflow.runtime import Context, Runtime
@@ -248,7 +248,7 @@ class Scorer(Transform, Generic[P, T_co]):
             )
         for knob in ("concurrency", "processes"):
             count = getattr(self, knob)
-            if isinstance(count, bool) or not isinstance(count, int) or count < 1:
+            if not is_whole(count, 1):
                 raise GraphError(
                     f"{head} has {knob}={count!r}, which must be a whole number; use 1 or more"
                 )

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import KW_ONLY, dataclass
 from typing import Any, ClassVar
 
+from dataflow.errors import is_whole
 from dataflow.model import Model
 from dataflow.model_files import template_fault
 from dataflow.node import Generate, Traits
@@ -81,7 +82,7 @@ class Demonstrations(Generate):
             )
         faults += options_faults(self.name, self.chat, self.chat_template_kwargs)
         most = self.context_tokens
-        if most is not None and (isinstance(most, bool) or not isinstance(most, int) or most < 2):
+        if most is not None and not is_whole(most, 2):
             faults.append(
                 f"'{self.name}' has context_tokens={most!r}; give a whole number of 2 or more, or"
                 " None"

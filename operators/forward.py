@@ -11,6 +11,7 @@ from typing import Any, ClassVar, Literal
 
 import pyarrow as pa
 
+from dataflow.errors import is_whole
 from dataflow.model import Model
 from dataflow.node import Operator, Traits, Transform
 from dataflow.records import (
@@ -96,7 +97,7 @@ class ForwardOperator(Transform):
             )
         for knob in ("micro_batch_tokens", "tensor_parallel"):
             value = getattr(self, knob)
-            if not _is_whole(value) or value < 1:
+            if not is_whole(value, 1):
                 faults.append(
                     f"'{self.name}' has {knob}={value!r}; give a whole number of 1 or more"
                 )
@@ -239,7 +240,3 @@ class RewardModel(ForwardOperator):
                 " '\\n\\n'"
             )
         return faults
-
-
-def _is_whole(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)

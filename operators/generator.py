@@ -9,6 +9,7 @@ from typing import Any, ClassVar, Literal
 
 import pyarrow as pa
 
+from dataflow.errors import is_whole
 from dataflow.model import Model, holds_adapters
 from dataflow.model_files import template_fault
 from dataflow.node import Generate, Operator, Traits
@@ -191,7 +192,7 @@ class GeneratorKnobs(Generate):
                 ("top_k", 0, self.top_k),
                 ("cache_bytes", 1, 1 if self.cache_bytes is None else self.cache_bytes),
             )
-            if not _is_whole(value) or value < least
+            if not is_whole(value, least)
         ]
         if not _is_number(self.temperature) or not 0 <= self.temperature < float("inf"):
             faults.append(
@@ -300,11 +301,7 @@ def options_faults(name: str, chat: bool, options: object) -> list[str]:
 
 
 def _is_stop(value: object) -> bool:
-    return bool(value) if isinstance(value, str) else _is_whole(value)
-
-
-def _is_whole(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
+    return bool(value) if isinstance(value, str) else is_whole(value, 0)
 
 
 def _is_number(value: object) -> bool:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
-from dataflow.errors import DataflowError
+from dataflow.errors import DataflowError, is_whole
 from dataflow.folder.run_folder import RunFolder
 
 BODY_BYTES = 16 * 1024
@@ -68,7 +68,7 @@ def read_action(controls: Controls, body: bytes) -> tuple[str, Action]:
             return number, lambda run, by: controls.set_knob(run, place, value, by)
         case "scale":
             node, replicas = _text(request, "node"), request.get("replicas")
-            if isinstance(replicas, bool) or not isinstance(replicas, int) or replicas < 0:
+            if not is_whole(replicas, 0):
                 raise ValueError(
                     f"'replicas' is to be a whole number from 0 on, and not {replicas!r}"
                 )

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 from urllib.parse import SplitResult, urlsplit
 
-from dataflow.errors import GraphError, RecordError, WorldFailed
+from dataflow.errors import GraphError, RecordError, WorldFailed, is_whole
 from dataflow.records import PROMPT
 from dataflow.runtime import Context, Runtime
 from dataflow.system.text import sound
@@ -524,13 +524,13 @@ def environment(
     if wrong is not None:
         raise GraphError(wrong)
     sessions = sessions if sessions is not None else 1 if system.is_served else 128
-    if isinstance(sessions, bool) or not isinstance(sessions, int) or sessions < processes:
+    if not is_whole(sessions, processes):
         raise GraphError(
             f"environment '{name}' has {processes} processes and sessions={sessions!r}; give each a"
             " session at least"
         )
     for knob, value in {"ahead": ahead, "uses": 1 if uses is None else uses}.items():
-        if isinstance(value, bool) or not isinstance(value, int) or value < (knob == "uses"):
+        if not is_whole(value, knob == "uses"):
             raise GraphError(
                 f"environment '{name}' has {knob}={value!r}, which is no number of sessions; give a"
                 " larger one"

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import astuple, dataclass, field, replace
 from typing import Any
 
-from dataflow.errors import OperatorError
+from dataflow.errors import OperatorError, is_whole
 from dataflow.scoring.calls import Ask
 from dataflow.system.text import sound, strict_json
 from operators.chat.tool_calls import ReadTurn
@@ -332,7 +332,7 @@ class Chat:
         """This many conversations that each continue from here; this one may continue, too. The
         turns so far are trained in this one.
         """
-        if isinstance(tries, bool) or not isinstance(tries, int) or tries < 1:
+        if not is_whole(tries, 1):
             raise OperatorError(
                 f"chat.branch takes a number of tries, but got {tries!r}; give 1 or more"
             )
@@ -354,7 +354,7 @@ class Chat:
         """Leave out what was said before the policy's last turns, so many of them, but for what the
         conversation began with. What was heard before the first that is kept goes with the rest.
         """
-        if isinstance(turns, bool) or not isinstance(turns, int) or turns < 0:
+        if not is_whole(turns, 0):
             raise OperatorError(
                 f"chat.keep_last takes a number of turns, but got {turns!r}; give 0 or more"
             )

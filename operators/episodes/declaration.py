@@ -16,7 +16,7 @@ from typing import Any, get_args, overload
 import pyarrow as pa
 
 from dataflow.annotations import arrow_type
-from dataflow.errors import GraphError
+from dataflow.errors import GraphError, is_whole
 from dataflow.node import Generate, Operator, Rollout, Stream, Traits
 from dataflow.records import EPISODE_COLUMNS, SAMPLED_COLUMNS, TEMPERATURE, Columns
 from dataflow.runtime import Context, Runtime
@@ -203,7 +203,7 @@ class EpisodeKnobs(Generate):
         faults = [
             f"{head} has {knob}={value!r}; give a whole number of 1 or more"
             for knob, value in whole.items()
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1
+            if not is_whole(value, 1)
         ]
         if isinstance(self.timeout_s, bool) or not 0 < self.timeout_s < float("inf"):
             faults.append(

@@ -9,7 +9,7 @@ from types import MappingProxyType
 
 import numpy as np
 
-from dataflow.errors import GraphError
+from dataflow.errors import GraphError, is_whole
 from dataflow.records import Array
 from dataflow.scorer import Scorer, scorer
 from dataflow.scoring.signature import shaped
@@ -103,7 +103,7 @@ def overlong(max_tokens: int, buffer_tokens: int, name: str = "overlong") -> Sco
     -0.5
     """
     for knob, value in (("max_tokens", max_tokens), ("buffer_tokens", buffer_tokens)):
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        if not is_whole(value, 1):
             raise GraphError(
                 f"overlong has {knob}={value!r}, which is no number of tokens; give 1 or more"
             )

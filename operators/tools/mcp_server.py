@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from dataflow.errors import WorldFailed
+from dataflow.errors import WorldFailed, is_whole
 from dataflow.system.child import below_keeper
 from operators.chat.chat_format import Message
 
@@ -66,9 +66,7 @@ class McpServer:
             ("ahead", self.ahead, 0),
             ("uses", self.uses, 1),
         ):
-            if value is not None and (
-                isinstance(value, bool) or not isinstance(value, int) or value < least
-            ):
+            if value is not None and not is_whole(value, least):
                 faults.append(
                     f"McpServer({knob}={value!r}) cannot be; give a whole number of {least} or more"
                 )

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from dataflow.errors import WorldFailed
+from dataflow.errors import WorldFailed, is_whole
 from operators.chat.chat_format import Message
 from operators.sandbox.bwrap import SandboxError, missing
 from operators.sandbox.runner import fault
@@ -79,7 +79,7 @@ class Sandbox:
                 ("file_mb", self.file_mb, 1),
                 ("processes", self.processes, 4),
             )
-            if isinstance(value, bool) or not isinstance(value, int) or value < least
+            if not is_whole(value, least)
         ]
         if not self.tools or set(self.tools) - set(_TOLD) or len(set(self.tools)) < len(self.tools):
             faults.append(
