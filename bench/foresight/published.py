@@ -6,15 +6,17 @@ from __future__ import annotations
 
 import itertools
 import json
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from statistics import NormalDist
 from typing import Any
 
 from bench.foresight.rows import number as number_of
 from dataflow.foresight.catalogue import DeviceKind, device_kind
 from dataflow.foresight.counts import Counts, counts
-from dataflow.foresight.generation import GeneratorReplica, generate, stragglers, sustain
+from dataflow.foresight.generation import GeneratorReplica, generate, sustain
 from dataflow.foresight.lengths import Lengths
 from dataflow.foresight.rates import ASSUMED, Parts, Rates
 from dataflow.foresight.training import BACKWARD, STATE_BYTES, Learners
@@ -237,7 +239,7 @@ def seen(
             expert_parallel=int(number("trainer_ep", 1)),
         )
         passes = learners.passes(rollouts, prompt + mean, forward=1.0, sequences=updated)
-        slowest = learners.slowest(lengths, updated) if practice.dealt else 1.0
+        unequal = slowest(learners, lengths, updated) if practice.dealt else 1.0
         replica = GeneratorReplica(
             model=model,
             kind=kind,
@@ -255,7 +257,7 @@ def seen(
             share = rollouts / max(1, makes // choice.ranks)
             # devices that take in a version together
             takes = choice.ranks if overlaps and not practice.gathers else 1
-            training = passes * (forward - _UPDATE + _UPDATE * slowest) + learners.sums() * (
+            training = passes * (forward - _UPDATE + _UPDATE * unequal) + learners.sums() * (
                 rollouts / updated
             )
             late = stragglers(
@@ -291,6 +293,42 @@ def _exchange(model: Counts, kind: DeviceKind, devices: int) -> float:
         if nodes == 1
         else nbytes * (1 - 1 / nodes) / kind.between_bytes_per_s
     )
+
+
+def slowest(learners: Learners, lengths: Lengths, sequences: float) -> float:
+    """Tokens of the replica that has most of them between two updates, over their mean, where
+    rollouts are dealt out whatever their length.
+
+    A sum of n lengths is about normal, with their spread over the root of n; the largest of r
+    normal numbers is (r - 3/8) / (r + 1/4) of the way up in the mean (Blom, 1958).
+    """
+    if learners.replicas <= 1:
+        return 1.0
+    furthest = NormalDist().inv_cdf((learners.replicas - 0.375) / (learners.replicas + 0.25))
+    return 1 + furthest * lengths.spread / math.sqrt(max(1.0, sequences / learners.replicas))
+
+
+def stragglers(
+    replica: GeneratorReplica,
+    lengths: Lengths,
+    prompt_tokens: float,
+    rollouts: float,
+    rates: Rates,
+    *,
+    group: int,
+    ahead: float,
+) -> Parts:
+    """Seconds from a new version of the weights until the groups that its step needs are whole.
+
+    rollouts: of a step. ahead: steps' worth of groups that may begin before it does. With none, the
+    step needs all groups that begin with its version; with a tenth, all but the slowest tenth; with
+    one, nobody who began with it.
+    """
+    if ahead >= 1:
+        return Parts()
+    tokens = lengths.longest_of(group, 1 - ahead)
+    alive = max(1.0, rollouts * min(1.0, lengths.mean / tokens))  # while they last, in the mean
+    return replica.step(alive, prompt_tokens + tokens / 2, rates) * tokens
 
 
 def cuts(model: Counts, kind: DeviceKind) -> list[tuple[int, int]]:

@@ -3,7 +3,7 @@ downwards.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import TypeAlias
 
@@ -145,8 +145,6 @@ class DrawnLayout:
     """For each link its corners; two of equal y are joined by a line, others by a curve with level
     ends."""
     backs: tuple[BackRoute, ...]
-    trunks: dict[str, Point] = field(default_factory=dict)
-    """For each box with links going out: right end of its trunk, y of the middle of the box."""
     bounds: Rect
     """Everything but the margin."""
 

@@ -459,14 +459,10 @@ def arrange(
     }
     lines = link_routes(links, grid.chains, boxes, layer, columns, heights, spacing)
     detours = back_routes(backs, boxes, layer, columns, spacing)
-    trunks = {
-        link.tail: (columns[layer[link.tail]].right, boxes[link.tail].middle) for link in links
-    }
     return DrawnLayout(
         boxes=boxes,
         links=lines,
         backs=detours,
-        trunks=trunks,
         bounds=bounds_of(columns, lines, detours, backs),
     )
 

@@ -167,29 +167,6 @@ def sustain(
     )
 
 
-def stragglers(
-    replica: GeneratorReplica,
-    lengths: Lengths,
-    prompt_tokens: float,
-    rollouts: float,
-    rates: Rates,
-    *,
-    group: int,
-    ahead: float,
-) -> Parts:
-    """Seconds from a new version of the weights until the groups that its step needs are whole.
-
-    rollouts: of a step. ahead: steps' worth of groups that may begin before it does. With none, the
-    step needs all groups that begin with its version; with a tenth, all but the slowest tenth; with
-    one, nobody who began with it.
-    """
-    if ahead >= 1:
-        return Parts()
-    tokens = lengths.longest_of(group, 1 - ahead)
-    alive = max(1.0, rollouts * min(1.0, lengths.mean / tokens))  # while they last, in the mean
-    return replica.step(alive, prompt_tokens + tokens / 2, rates) * tokens
-
-
 def prefill(replica: GeneratorReplica, prompt_tokens: float, rollouts: float) -> Parts:
     """Of the prompt of each rollout."""
     if replica.steps is not None:

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from statistics import NormalDist
 
 from dataflow.foresight.catalogue import DeviceKind
 from dataflow.foresight.counts import Counts
-from dataflow.foresight.lengths import Lengths
 from dataflow.foresight.links import all_reduces
 from dataflow.foresight.rates import Parts, Rates
 
@@ -115,18 +113,6 @@ class Learners:
         return Parts(
             links=nbytes / (over_nodes if self.ranks > kind.per_node else kind.within_bytes_per_s)
         )
-
-    def slowest(self, lengths: Lengths, sequences: float) -> float:
-        """Tokens of the replica that has most of them between two updates, over their mean, where
-        rollouts are dealt out whatever their length.
-
-        A sum of n lengths is about normal, with their spread over the root of n; the largest of r
-        normal numbers is (r - 3/8) / (r + 1/4) of the way up in the mean (Blom, 1958).
-        """
-        if self.replicas <= 1:
-            return 1.0
-        furthest = NormalDist().inv_cdf((self.replicas - 0.375) / (self.replicas + 0.25))
-        return 1 + furthest * lengths.spread / math.sqrt(max(1.0, sequences / self.replicas))
 
     def _to_experts(self, tokens: float) -> float:
         """Seconds of a forward pass."""

@@ -12,11 +12,12 @@ from hypothesis import strategies as st
 from rigs.examples import examples
 from torch.utils.flop_counter import FlopCounterMode
 
+from bench.foresight.published import slowest, stragglers
 from dataflow.errors import GraphError
 from dataflow.foresight.catalogue import CATALOGUE, device_kind
 from dataflow.foresight.command import read_devices
 from dataflow.foresight.counts import Counts, counts
-from dataflow.foresight.generation import GeneratorReplica, generate, stragglers, sustain
+from dataflow.foresight.generation import GeneratorReplica, generate, sustain
 from dataflow.foresight.lengths import Lengths
 from dataflow.foresight.rates import ASSUMED, Parts
 from dataflow.foresight.training import BACKWARD, Learners
@@ -273,12 +274,12 @@ def test_the_replica_with_most_tokens_has_as_many_more_as_lengths_that_are_drawn
     lengths = Lengths.drawn(800, 28000, 1.0)
     sums = np.random.default_rng(0).choice(lengths.tokens, (400, replicas, each)).sum(2)
     learners = Learners(model=EIGHT, kind=CATALOGUE["H100"], ranks=replicas)
-    found = learners.slowest(lengths, replicas * each)
+    found = slowest(learners, lengths, replicas * each)
     assert found == pytest.approx((sums.max(1) / sums.mean(1)).mean(), rel=0.06)
     assert (
-        replace(learners, ranks=1).slowest(lengths, 10)
+        slowest(replace(learners, ranks=1), lengths, 10)
         == 1
-        == learners.slowest(Lengths.of([7, 7]), 64)
+        == slowest(learners, Lengths.of([7, 7]), 64)
     )
 
 
