@@ -14,7 +14,7 @@ Trainer(normalize="rollout_means") makes the mean over rollouts of it. `plus`, `
 `with_entropy` and `one_update` make losses of losses.
 """
 
-from operators.losses.clipped import dapo, dr_grpo, grpo, ppo, reinforce_plus_plus
+from operators.losses.clipped import dapo, dr_grpo, grpo, gspo, ppo, reinforce_plus_plus, value_loss
 from operators.losses.combined import (
     corrected_kl,
     entropy_bonus,
@@ -24,13 +24,9 @@ from operators.losses.combined import (
     with_entropy,
     with_kl,
 )
-from operators.losses.critic import value_loss
 from operators.losses.preference import dpo
 from operators.losses.proximal import decoupled_ppo, icepop, sequence_truncated_is, truncated_is
-from operators.losses.score import rloo, sft
-from operators.losses.sequence import gspo
-from operators.losses.teacher import distill
-from operators.losses.weighted import aipo, aipo_surrogate, cispo
+from operators.losses.weighted import aipo, aipo_surrogate, cispo, distill, rloo, sft
 
 __all__ = [
     "aipo",

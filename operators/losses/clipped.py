@@ -1,5 +1,5 @@
-"""PPO's clipped objective and the algorithms that differ in its bounds, in credit and in what the
-sum is divided by.
+"""PPO's clipped objective, the algorithms that differ in its bounds, in credit, in what has a ratio
+and in what the sum is divided by, and its critic's loss.
 """
 
 from __future__ import annotations
@@ -7,7 +7,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from operators.losses.declared import loss
-from operators.losses.per_rollout import ratio_of
+from operators.losses.per_rollout import mean_per_rollout, ratio_of
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -110,3 +110,44 @@ def reinforce_plus_plus(
     `credit.advantage` instead, whitened the same.
     """
     return -clipped(ratio_of(new_logprobs - logprobs), advantage, clip_low, clip_high)
+
+
+@loss
+def gspo(
+    new_logprobs: Tensor,
+    logprobs: Tensor,
+    advantage: Tensor,
+    rollout_index: Tensor,
+    clip_low: float = 3e-4,
+    clip_high: float = 4e-4,
+) -> Tensor:
+    """Clipped objective of the sequence ratio  exp(mean over tokens of log r)  (GSPO, arXiv
+    2507.18071 eq. 5 to 7).
+
+    All tokens of a rollout are clipped together; as the ratio is normalised by length, its bounds
+    are narrow (the defaults are the paper's). Assumes `logprobs` of the policy before the update,
+    `normalized_advantage` and normalize="rollout_means".
+    """
+    ratio = ratio_of(mean_per_rollout(new_logprobs - logprobs, rollout_index))
+    return -clipped(ratio, advantage, clip_low, clip_high)
+
+
+@loss
+def value_loss(
+    new_values: Tensor, values: Tensor, advantage: Tensor, clip: float | None = 0.2
+) -> Tensor:
+    """Half the squared error of the values, as PPO's implementations train a critic (arXiv
+    1707.06347 eq. 9).
+
+    The target is  values + advantage,  which for `credit.gae` is the lambda-return (arXiv
+    1506.02438). For a Trainer on a Model with head="value", with the policy's unwhitened advantages
+    and normalize="tokens". values: of the critic that the advantages were made with. clip: the
+    worse of the errors with and without the change of a value bounded to this much, so that a value
+    which has gone so far has no gradient; None: no bound.
+    """
+    target = values + advantage
+    error = (new_values - target).square()
+    if clip is not None:
+        bounded = values + (new_values - values).clamp(-clip, clip)
+        error = error.maximum((bounded - target).square())
+    return 0.5 * error

@@ -1,5 +1,5 @@
-"""Policy gradients under a truncated importance weight: every token keeps its gradient, some with a
-smaller weight.
+"""Policy gradients under a truncated importance weight, where every token keeps its gradient, some
+with a smaller weight; and under none.
 """
 
 from __future__ import annotations
@@ -59,3 +59,41 @@ def cispo(
     """
     ratio = ratio_of(new_logprobs.detach() - logprobs)
     return -ratio.clamp(1.0 - clip_low, 1.0 + clip_high) * advantage * new_logprobs
+
+
+@loss
+def distill(
+    new_logprobs: Tensor, logprobs: Tensor, teacher_logprobs: Tensor, rho: float = 4.0
+) -> Tensor:
+    """Reverse KL to a teacher, estimated at the drawn tokens (GKD, arXiv 2306.13649; MiniLLM, arXiv
+    2306.08543).
+
+    The gradient of  KL(pi || teacher)  at a prefix is the mean of  (log pi - log teacher) * grad
+    log pi  over tokens drawn from pi: a policy gradient whose advantage is how much likelier the
+    teacher finds the token. It looks at each token by itself, not at what comes of it. Tokens of an
+    older policy are weighted as in `aipo`, up to `rho`. Assumes `teacher_logprobs` from Logprobs on
+    the teacher, at the temperature of sampling and over the whole vocabulary, and no reward. Any
+    normalize; "tokens" makes it the KL per token.
+    """
+    weight = ratio_of(new_logprobs.detach() - logprobs).clamp(max=rho)
+    return -weight * (teacher_logprobs - new_logprobs.detach()) * new_logprobs
+
+
+@loss
+def rloo(new_logprobs: Tensor, advantage: Tensor) -> Tensor:
+    """The score function  A * grad log pi  (RLOO, arXiv 2402.14740; REINFORCE, Williams 1992).
+
+    Assumes `credit.leave_one_out`, normalize="rollouts", and rollouts of the very policy that is
+    trained (max_staleness=0): it corrects for nothing. With older rollouts take `aipo` with the
+    same credit.
+    """
+    return -advantage * new_logprobs
+
+
+@loss
+def sft(new_logprobs: Tensor) -> Tensor:
+    """Supervised learning: minus the log-probability of each token that the mask marks.
+
+    Assumes nothing of how the tokens came about; normalize="tokens" makes it the cross-entropy.
+    """
+    return -new_logprobs
