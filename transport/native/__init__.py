@@ -2,9 +2,7 @@
 compiler.
 """
 
-from transport.native.copier import Copier
-from transport.native.follower import Follower
-from transport.native.summer import Summer
-from transport.native.sums import dense_bytes, wordsum, wordsums
+from transport.native.copier import Copier, Summer
+from transport.native.sums import Follower, dense_bytes, wordsum, wordsums
 
 __all__ = ["Copier", "Follower", "Summer", "dense_bytes", "wordsum", "wordsums"]

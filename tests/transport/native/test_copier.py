@@ -22,7 +22,6 @@ from transport.native import (
     build,
     copier,
     dense_bytes,
-    summer,
     sums,
     wordsum,
     wordsums,
@@ -59,7 +58,7 @@ needs_compiler = pytest.mark.skipif(build.library() is None, reason="no C compil
 def kernels(request, monkeypatch):
     """With the compiled kernels, and as if there were no compiler."""
     if request.param == "numpy":
-        for module in (sums, copier, summer):
+        for module in (sums, copier):
             monkeypatch.setattr(module, "library", lambda: None)
     elif build.library() is None:
         pytest.skip("no C compiler")
