@@ -11,7 +11,7 @@ from typing import Any
 
 import structlog
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor
 
 from dataflow.model import ALL_LINEAR, LoRA, Model
@@ -33,9 +33,9 @@ def add(
     """Put adapters beside the linear layers of a loaded module, in place; class, config and calls
     stay.
 
-    base: what the module was loaded from; `save` writes it down. folder: whose adapters these are
-    to go on from, as its config has them. Raises ModelError where peft is not there, and as
-    `adapted_layers`.
+    base: what the module was loaded from; `save_config` writes it down. folder: whose adapters
+    these are to go on from, as its config has them. Raises ModelError where peft is not there, and
+    as `adapted_layers`.
     """
     try:
         import peft
@@ -231,18 +231,8 @@ def parts_cut(path: str, style: str) -> list[str]:
 
 
 def is_adapted(module: Any) -> bool:
-    """Whether a module has adapters, so that `save` is how it is written down."""
+    """Whether a module has adapters, so that they alone are written down."""
     return NAME in getattr(module, "peft_config", ())
-
-
-def save(folder: Path, module: Any) -> None:
-    """Write the adapters alone, in peft's format: `PeftModel.from_pretrained(base, folder)` loads
-    them.
-    """
-    trained = {name: weight for name, weight in module.named_parameters() if weight.requires_grad}
-    files = {in_file(name): weight.detach().cpu().contiguous() for name, weight in trained.items()}
-    save_file(files, folder / WEIGHTS_FILE, metadata={"format": "pt"})
-    save_config(folder, module)
 
 
 def save_config(folder: Path, module: Any) -> None:
@@ -253,7 +243,7 @@ def save_config(folder: Path, module: Any) -> None:
 
 
 def load(folder: Path, module: torch.nn.Module) -> None:
-    """Put the adapters that `save` wrote into a module that has such. ModelError when they do not
+    """Put the adapters of a folder into a module that has such. ModelError when they do not
     fit.
     """
     own = {name: weight for name, weight in module.named_parameters() if weight.requires_grad}

@@ -369,7 +369,8 @@ def test_adapters_beside_a_file_name_it_so_that_they_load_again(
     tmp_path: Path, module: Any
 ) -> None:
     pytest.importorskip("peft")
-    from operators.models.adapters import save
+    from rigs.adapter_files import save
+
     from operators.models.loading import load_adapted, load_model
 
     path = tiny_gguf(tmp_path / "m.gguf", module=module)

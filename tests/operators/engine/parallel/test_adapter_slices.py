@@ -13,6 +13,7 @@ import pytest
 import torch
 import xxhash
 from replaying import drive
+from rigs.adapter_files import save
 from slices_rig import part, values
 from test_two_ranks import assert_alike, groups, take
 
@@ -21,7 +22,6 @@ from dataflow.runtime import Context
 from operators.engine.build import make_engine
 from operators.engine.parallel.lockstep import make_parallel
 from operators.generator import Generator
-from operators.models import adapters
 from operators.models.loading import load_adapted
 
 pytestmark = pytest.mark.usefixtures("forked")
@@ -93,7 +93,7 @@ def of_a_folder(declaration: Generator, folder: Path) -> Generator:
             if weight.requires_grad:
                 weight.normal_(std=0.1, generator=torch.Generator().manual_seed(len(name)))
     folder.mkdir()
-    adapters.save(folder, trained)
+    save(folder, trained)
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(Path(declaration.model.source) / name, folder)
     return dataclasses.replace(

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from rigs.adapter_files import save
 from safetensors.torch import load_file
 from trainer_rig import VOCABULARY, gradient, group, rows_of, tiny_llama
 
@@ -16,7 +17,7 @@ from dataflow import GraphError, Model
 from dataflow.model import LoRA
 from dataflow.model_files import start_fault
 from operators import Generator, Trainer
-from operators.models.adapters import Merged, adapted_layers, is_adapted, load, save, tensor_names
+from operators.models.adapters import Merged, adapted_layers, is_adapted, load, tensor_names
 from operators.models.folders import ModelError
 from operators.models.loading import (
     load_adapted,
