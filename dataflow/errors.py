@@ -167,6 +167,11 @@ def is_whole(value: object, least: int) -> TypeGuard[int]:
     return isinstance(value, int) and not isinstance(value, bool) and value >= least
 
 
+def is_number(value: object) -> TypeGuard[float]:
+    """Whether a knob's value is a number: no bool, and not NaN."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and value == value
+
+
 class KnobCheck(type):
     """Turns a knob that is unknown, or missing, into a GraphError that names the nearest one."""
 

@@ -9,7 +9,7 @@ from typing import Any, ClassVar, Literal
 
 import pyarrow as pa
 
-from dataflow.errors import is_whole
+from dataflow.errors import is_number, is_whole
 from dataflow.model import Model, holds_adapters
 from dataflow.model_files import template_fault
 from dataflow.node import Generate, Operator, Traits
@@ -194,24 +194,22 @@ class GeneratorKnobs(Generate):
             )
             if not is_whole(value, least)
         ]
-        if not _is_number(self.temperature) or not 0 <= self.temperature < float("inf"):
+        if not is_number(self.temperature) or not 0 <= self.temperature < float("inf"):
             faults.append(
                 f"'{self.name}' needs a temperature of 0 or more, but got {self.temperature!r}; "
                 "use 1.0 to sample from the policy itself, 0 for the likeliest token"
             )
-        if not _is_number(self.top_p) or not 0 < self.top_p <= 1:
+        if not is_number(self.top_p) or not 0 < self.top_p <= 1:
             faults.append(
                 f"'{self.name}' needs top_p above 0 and at most 1, but got {self.top_p!r}; use 1.0"
                 " for all"
             )
-        if not _is_number(self.min_p) or not 0 <= self.min_p <= 1:
+        if not is_number(self.min_p) or not 0 <= self.min_p <= 1:
             faults.append(
                 f"'{self.name}' needs min_p from 0 to 1, but got {self.min_p!r}; use 0.0 for all"
                 " tokens"
             )
-        if not _is_number(self.repetition_penalty) or not 0 < self.repetition_penalty < float(
-            "inf"
-        ):
+        if not is_number(self.repetition_penalty) or not 0 < self.repetition_penalty < float("inf"):
             faults.append(
                 f"'{self.name}' needs a repetition_penalty above 0, but got"
                 f" {self.repetition_penalty!r}; use 1.0 for none"
@@ -302,10 +300,6 @@ def options_faults(name: str, chat: bool, options: object) -> list[str]:
 
 def _is_stop(value: object) -> bool:
     return bool(value) if isinstance(value, str) else is_whole(value, 0)
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 @dataclass(frozen=True, eq=False)

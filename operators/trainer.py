@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
+from dataflow.errors import is_number, is_whole
 from dataflow.model import DTYPES, Model, holds_adapters
 from dataflow.node import Learn, Operator, Traits
 from dataflow.records import ERROR, FINISH_REASON, LOGPROBS, MASK, TOKENS, VERSIONS
@@ -231,7 +232,7 @@ class TrainerKnobs(Learn):
         ):
             value = getattr(self, knob)
             if not (
-                _is_number(value)
+                is_number(value)
                 and math.isfinite(value)
                 and (value > 0 or (zero_is_fine and value == 0))
             ):
@@ -241,12 +242,12 @@ class TrainerKnobs(Learn):
                 )
         for knob in ("max_grad_norm", "recover_within_s"):
             value = getattr(self, knob)
-            if not (_is_number(value) and value > 0):
+            if not (is_number(value) and value > 0):
                 faults.append(f"'{self.name}' has {knob}={value!r}; give a number above 0, or inf")
         if not (
             isinstance(self.betas, tuple | list)
             and len(self.betas) == 2
-            and all(_is_number(beta) and 0 <= beta < 1 for beta in self.betas)
+            and all(is_number(beta) and 0 <= beta < 1 for beta in self.betas)
         ):
             faults.append(
                 f"'{self.name}' has betas={self.betas!r}; give two numbers from 0 up to 1, as (0.9,"
@@ -326,13 +327,9 @@ class TrainerKnobs(Learn):
         return faults
 
     def _whole(self, knob: str, value: Any, least: int) -> list[str]:
-        if isinstance(value, int) and not isinstance(value, bool) and value >= least:
+        if is_whole(value, least):
             return []
         return [f"'{self.name}' has {knob}={value!r}; give a whole number of {least} or more"]
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and value == value
 
 
 @dataclass(frozen=True, eq=False)

@@ -373,9 +373,7 @@ def _dealt(
     files: list[list[str]] = [[]]
     file_bytes = 0
     for tensor_name, (shape, dtype) in pieces.items():
-        size = dtype.itemsize
-        for count in shape:
-            size *= count
+        size = math.prod(shape) * dtype.itemsize
         if files[-1] and file_bytes + size > MOST_BYTES:
             files.append([])
             file_bytes = 0
