@@ -21,8 +21,7 @@ from dataflow.history.describe import described
 from dataflow.history.resume import TIMES
 from dataflow.planning.placement import table
 from dataflow.system import processes, stacks
-from dataflow.system.files import tail, to_json
-from dataflow.system.optional_files import read_text
+from dataflow.system.files import read_text, tail, to_json
 from dataflow.system.processes import Process
 from dataflow.system.stacks import Thread
 from dataflow.worker.state_clock import STATES

@@ -6,8 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from dataflow.system.files import to_json
-from dataflow.system.optional_files import Extras, Tell, read_lines, warn
+from dataflow.system.files import Extras, Tell, read_lines, to_json, warn
 
 FILE = "faults.jsonl"
 STOPPED = "was stopped by a signal"

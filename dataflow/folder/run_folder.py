@@ -16,8 +16,18 @@ import xxhash
 from dataflow.folder.arrow_reading import NO_SUM, SUM, read_arrow
 from dataflow.folder.checkpoints import Checkpoints
 from dataflow.folder.placing import Placing
-from dataflow.system.files import RunFolderError, disk, flush_to_disk, to_json, write_atomically
-from dataflow.system.optional_files import Extras, Kind, read_lines, read_map, stream_lines
+from dataflow.system.files import (
+    Extras,
+    Kind,
+    RunFolderError,
+    disk,
+    flush_to_disk,
+    read_lines,
+    read_map,
+    stream_lines,
+    to_json,
+    write_atomically,
+)
 
 # The rollouts that a trainer was given and an evaluation read, an Arrow file for each step.
 
@@ -332,7 +342,7 @@ class RunFolder:
         return self.extras.write(self.path / name, to_json(value, indent=1) + "\n", flush=flush)
 
     def read_json(self, name: str, kinds: Mapping[str, Kind] | None = None) -> dict[str, Any]:
-        """The JSON map at `name`, as `optional_files.read_map` has it: an empty one where it is
+        """The JSON map at `name`, as `files.read_map` has it: an empty one where it is
         missing or broken.
         """
         return read_map(self.path / name, kinds, self.extras.tell)

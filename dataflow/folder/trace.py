@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from dataflow.folder.run_folder import RunFolder
-from dataflow.system.optional_files import read_text
+from dataflow.system.files import read_text
 
 WORK = "at work"
 """One slice of a node's loop, apart from the spans that the operator names (`Context.span`)."""

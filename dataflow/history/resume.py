@@ -23,8 +23,7 @@ from dataflow.graph import Graph
 from dataflow.history.describe import consumers, described, model_of
 from dataflow.records import GROUP_ID
 from dataflow.structure import own_folder
-from dataflow.system.files import RunFolderError, to_json
-from dataflow.system.optional_files import Kind
+from dataflow.system.files import Kind, RunFolderError, to_json
 from dataflow.worker.kept_counts import EdgeSums, known_edges
 
 TIMES: Mapping[str, Kind] = {

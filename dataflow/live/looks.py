@@ -24,7 +24,7 @@ from dataflow.history.bottleneck import bounded
 from dataflow.history.describe import described
 from dataflow.history.resume import TIMES
 from dataflow.system import processes
-from dataflow.system.optional_files import stream_lines
+from dataflow.system.files import stream_lines
 from dataflow.worker.kept_counts import ENDS, Crossed, EdgeSums, known_edges, total
 from dataflow.worker.state_clock import BESIDE, STATES
 

@@ -14,11 +14,10 @@ from dataflow.history.environment import KEY as ENVIRONMENT
 from dataflow.history.launch import KEY as LAUNCH
 from dataflow.history.resume import differences
 from dataflow.history.summary import window_of
-from dataflow.runs.figures import Course, Figures, figures_of
 from dataflow.runs.listing import in_columns
 from dataflow.runs.pictures import FIGURES, charts_of
 from dataflow.runs.report import command_of
-from dataflow.runs.tables import Lines, read_lines, series
+from dataflow.runs.tables import Course, Figures, Lines, figures_of, read_lines, series
 from dataflow.system.files import write_atomically
 
 SHORT, LONGEST = 44, 600

@@ -17,8 +17,7 @@ from rich.cells import cell_len
 from dataflow.display.formatting import clean, fit, known
 from dataflow.folder.run_folder import RunFolder
 from dataflow.runs.state import State, begun_at, state_of
-from dataflow.system.files import RunFolderError, disk
-from dataflow.system.optional_files import Extras
+from dataflow.system.files import Extras, RunFolderError, disk
 
 MARKS = ("config.json", "graph.json", "metrics.jsonl", "ledger.db")
 """A folder with none of them is no run."""

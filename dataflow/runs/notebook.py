@@ -3,10 +3,9 @@
 from dataflow.folder.run_folder import RunFolder
 from dataflow.runs import parts
 from dataflow.runs.drawing import read_picture
-from dataflow.runs.figures import figures_of
 from dataflow.runs.pictures import charts_of
 from dataflow.runs.state import state_of
-from dataflow.runs.tables import read_lines
+from dataflow.runs.tables import figures_of, read_lines
 from dataflow.runs.texts import escaped
 
 SHOWN = 4

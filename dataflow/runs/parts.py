@@ -9,7 +9,7 @@ from dataflow.display.formatting import count, duration, score
 from dataflow.draw.charts import Chart, chart_svg
 from dataflow.runs.drawing import Shape, svg_of
 from dataflow.runs.examples import Examples, scores_of
-from dataflow.runs.figures import Course, Figures
+from dataflow.runs.tables import Course, Figures
 from dataflow.runs.texts import escaped, visible
 
 ONE_LINE = 300

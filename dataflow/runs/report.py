@@ -21,10 +21,9 @@ from dataflow.history.launch import KEY as LAUNCH
 from dataflow.runs import parts
 from dataflow.runs.drawing import read_picture
 from dataflow.runs.examples import examples_of
-from dataflow.runs.figures import figures_of
 from dataflow.runs.pictures import charts_of
 from dataflow.runs.state import begun_at, state_of
-from dataflow.runs.tables import fault_lines, read_lines
+from dataflow.runs.tables import fault_lines, figures_of, read_lines
 from dataflow.runs.texts import escaped
 from dataflow.runs.which import parts_of
 from dataflow.system.files import to_json, write_atomically

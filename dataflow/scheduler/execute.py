@@ -37,8 +37,8 @@ from dataflow.scheduler.control_server import (
 from dataflow.scheduler.progress import ProgressWatch
 from dataflow.scheduler.state_machine import RunStateMachine
 from dataflow.system.clocks import RunClock, Seldom
+from dataflow.system.files import Extras, warn
 from dataflow.system.interrupts import asked_to_end
-from dataflow.system.optional_files import Extras, warn
 from dataflow.system.processes import machine
 from dataflow.trackers.children import TrackersOfRun
 from dataflow.trackers.chosen import ChosenTracker

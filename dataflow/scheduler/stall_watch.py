@@ -14,7 +14,7 @@ from dataflow.doctor.verdict import MOVES_S, seconds, verdict
 from dataflow.errors import DeadlineError
 from dataflow.folder.run_folder import RunFolder
 from dataflow.scheduler.table import ProcessState, Table, WorkerRecord
-from dataflow.system.optional_files import Extras
+from dataflow.system.files import Extras
 from dataflow.worker.host import Settings
 from dataflow.worker.messages import AskStacks
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import structlog
 
-from dataflow.system.optional_files import warn
+from dataflow.system.files import warn
 
 
 def node_log(node: str) -> Any:

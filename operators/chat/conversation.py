@@ -12,8 +12,7 @@ from typing import Literal, TypeAlias
 import numpy as np
 
 from dataflow.records import AnyArray
-from dataflow.tokens.rollout_tokens import RolloutTokens
-from dataflow.tokens.training_rows import NO_TURN, TrainingRow
+from dataflow.tokens.rollout_tokens import NO_TURN, RolloutTokens, TrainingRow
 from operators.chat.chat_format import ChatError, ChatFormat, Message
 from operators.chat.chat_template import beginning_of, ids_behind
 from operators.chat.tool_calls import ReadTurn, format_of

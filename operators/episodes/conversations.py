@@ -43,8 +43,13 @@ from dataflow.records import (
 )
 from dataflow.runtime import Context
 from dataflow.tokens.ragged import flat, list_lengths
-from dataflow.tokens.rollout_tokens import RolloutTokens, SamplingMask
-from dataflow.tokens.training_rows import NO_TURN, TrainingRow, end_to_end
+from dataflow.tokens.rollout_tokens import (
+    NO_TURN,
+    RolloutTokens,
+    SamplingMask,
+    TrainingRow,
+    end_to_end,
+)
 from dataflow.worker.host import in_flight
 from operators.episodes.dialogue import (
     ContextOf,

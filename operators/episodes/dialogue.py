@@ -18,8 +18,7 @@ import numpy as np
 import xxhash
 
 from dataflow.records import AnyArray
-from dataflow.tokens.rollout_tokens import RolloutTokens
-from dataflow.tokens.training_rows import NO_TURN, TrainingRow
+from dataflow.tokens.rollout_tokens import NO_TURN, RolloutTokens, TrainingRow
 from operators.chat.chat_format import Message
 
 Heard: TypeAlias = str | Message

@@ -16,8 +16,7 @@ from dataflow.errors import OperatorError
 from dataflow.model import Model
 from dataflow.records import COMPLETION, GROUP_ID, LOGPROBS, MASK, PROMPT, TOKENS, TURN, AnyArray
 from dataflow.tokens.ragged import list_lengths
-from dataflow.tokens.rollout_tokens import SamplingMask
-from dataflow.tokens.training_rows import unfolded
+from dataflow.tokens.rollout_tokens import SamplingMask, unfolded
 from operators.chat.chat_template import ChatTemplate, beginning_of
 from operators.forward import ForwardOperator, Logprobs, RewardModel
 from operators.models.borders import longest

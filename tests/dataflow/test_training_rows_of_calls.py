@@ -9,8 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rigs.examples import examples
 
-from dataflow.tokens.rollout_tokens import RolloutTokens
-from dataflow.tokens.training_rows import SampledCall, end_to_end, training_rows
+from dataflow.tokens.rollout_tokens import RolloutTokens, SampledCall, end_to_end, training_rows
 
 
 def call(prompt: list[int], ids: list[int], version: int = 0) -> SampledCall:

@@ -70,7 +70,7 @@ EPISODES = (
     Law(
         "each sampled token is trained once, however calls overlap",
         "test_whatever_a_caller_does_to_its_conversation_each_sampled_token_is_chosen_once",
-        "dataflow.tokens.training_rows:training_rows",
+        "dataflow.tokens.rollout_tokens:training_rows",
         always("array_equal"),
         "comparing a call with the row",
     ),

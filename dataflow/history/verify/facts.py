@@ -18,7 +18,7 @@ from dataflow.folder.retention import not_kept
 from dataflow.folder.run_folder import RunFolder
 from dataflow.folder.run_hold import seen_in_part
 from dataflow.records import AnyArray
-from dataflow.system.optional_files import read_lines, read_map
+from dataflow.system.files import read_lines, read_map
 
 NO_STEP = -1
 

@@ -25,8 +25,7 @@ from dataflow import records
 from dataflow.records import AnyArray
 from dataflow.staleness import newest_versions, oldest_versions
 from dataflow.tokens.ragged import gather, one_chunk, per_token
-from dataflow.tokens.rollout_tokens import COLUMNS, RolloutTokens
-from dataflow.tokens.training_rows import cuts, unfolded
+from dataflow.tokens.rollout_tokens import COLUMNS, RolloutTokens, cuts, unfolded
 from operators.credit import ROUNDING, are_equal
 
 

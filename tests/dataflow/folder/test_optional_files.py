@@ -13,7 +13,7 @@ from dataflow.folder.faults import Faults, read_faults
 from dataflow.folder.run_folder import RunFolder
 from dataflow.folder.trace import WORK, Trace, merge
 from dataflow.scheduler.execute import take
-from dataflow.system.optional_files import Extras, read_lines, read_map
+from dataflow.system.files import Extras, read_lines, read_map
 
 
 @pytest.fixture

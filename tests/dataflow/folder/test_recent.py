@@ -9,7 +9,7 @@ import pytest
 
 from dataflow.folder.run_folder import RunFolder
 from dataflow.folder.trace import LINE_SPANS, MINUTE, WORK, RecentSpans, files_of, last_spans
-from dataflow.system.optional_files import Extras
+from dataflow.system.files import Extras
 
 WALL = 1.7e9
 

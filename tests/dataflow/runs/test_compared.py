@@ -14,7 +14,7 @@ from dataflow.errors import GraphError
 from dataflow.folder.ledger import Ledger
 from dataflow.folder.run_folder import RunFolder
 from dataflow.runs.compare import figure_rows, setting_differences, sides_of
-from dataflow.runs.figures import Course, figures
+from dataflow.runs.tables import Course, figures
 
 
 def changed(made: Path, to: Path) -> Path:

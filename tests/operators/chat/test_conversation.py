@@ -20,8 +20,7 @@ from template_rig import (
     tokenizer_for,
 )
 
-from dataflow.tokens.rollout_tokens import RolloutTokens
-from dataflow.tokens.training_rows import NO_TURN
+from dataflow.tokens.rollout_tokens import NO_TURN, RolloutTokens
 from operators.chat.chat_format import ChatError, ChatFormat
 from operators.chat.conversation import Conversation
 from operators.chat.tool_calls import call_opening

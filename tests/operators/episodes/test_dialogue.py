@@ -12,7 +12,7 @@ from rigs.examples import examples
 from turns_rig import drawn, encode
 
 from dataflow.records import AnyArray
-from dataflow.tokens.training_rows import end_to_end
+from dataflow.tokens.rollout_tokens import end_to_end
 from operators.episodes.dialogue import Dialogue, SaidTurn, TurnRequest, row_ids, turn_rewards
 
 PROMPT = np.array([7, 8])

@@ -23,7 +23,7 @@ from trainer_rig import (
 )
 
 from dataflow.records import TRAINING_ROW, schema
-from dataflow.tokens.training_rows import cuts, unfolded
+from dataflow.tokens.rollout_tokens import cuts, unfolded
 from operators.credit import (
     advantage,
     leave_one_out,

@@ -21,7 +21,7 @@ from dataflow.history.launch import Wishes
 from dataflow.history.replay import replay
 from dataflow.history.summary import summarize
 from dataflow.history.verify.facts import read_facts
-from dataflow.system.optional_files import Extras
+from dataflow.system.files import Extras
 
 pytestmark = [pytest.mark.usefixtures("one_core"), pytest.mark.timeout(180)]
 
