@@ -55,11 +55,10 @@ from dataflow.agent.rendezvous import Rendezvous, leave, take_back
 from dataflow.errors import RunError
 from dataflow.folder.socket_folder import Whereabouts
 from dataflow.planning.hosts import Host
-from dataflow.system.channel import Channel
 from dataflow.system.child import program
 from dataflow.system.clocks import AwakeClock
 from dataflow.system.interrupts import ECHO_S
-from dataflow.system.messages import Frames, MessageError, Numbered, Refused
+from dataflow.system.messages import Channel, Frames, MessageError, Numbered, Refused
 from dataflow.system.security import RunKeys, dealer_to, give_up_soon
 
 # An agent's socket to the scheduler, which shows the run's key, and what is wrong with the

@@ -26,11 +26,10 @@ from dataflow.agent.messages import (
     Stay,
     TakenAway,
 )
-from dataflow.system.channel import Channel
 from dataflow.system.child import Child, die_with_parent, fork
 from dataflow.system.clocks import AwakeClock
 from dataflow.system.interrupts import leave_to_leader
-from dataflow.system.messages import MessageError
+from dataflow.system.messages import Channel, MessageError
 
 _TURN_S = 0.05
 _STANDBYS = 3

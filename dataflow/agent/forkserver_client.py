@@ -32,10 +32,9 @@ from dataflow.agent.messages import (
     TakenAway,
 )
 from dataflow.errors import Replaced, RunError
-from dataflow.system.channel import Channel
 from dataflow.system.child import KILL_S, Child, fork, refuse_used_cuda
 from dataflow.system.log import log_to
-from dataflow.system.messages import MessageError
+from dataflow.system.messages import Channel, MessageError
 
 _TAKEOVER_S = 10.0
 """For a forkserver that is taken over to answer."""

@@ -22,8 +22,8 @@ from dataflow.graph import Graph
 from dataflow.history.launch import Launch
 from dataflow.planning.inputs import PlanInputs
 from dataflow.planning.plan import Plan
-from dataflow.system.channel import Channel
 from dataflow.system.child import die_with_parent
+from dataflow.system.messages import Channel
 
 
 def main(sockets: Path, end: socket.socket) -> None:

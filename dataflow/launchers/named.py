@@ -21,10 +21,9 @@ from dataflow.launchers.torchrun import Torchrun, become_agent
 from dataflow.limits import Limits
 from dataflow.planning.hosts import Host
 from dataflow.system.addresses import resolved
-from dataflow.system.channel import Channel
 from dataflow.system.child import Child, program, started
 from dataflow.system.files import tail
-from dataflow.system.messages import MessageError
+from dataflow.system.messages import Channel, MessageError
 
 # The launcher on a Ray cluster: one placement group, and in each of its bundles an actor that
 # keeps a host's agent.

@@ -20,8 +20,8 @@ from dataflow.launchers.ray_agent import RayHostAgent
 from dataflow.launchers.ray_bundles import CPU, GPU, BundleRequest, asked, cannot_be_had
 from dataflow.launchers.ray_messages import RAY, AgentEnded, Connect, Connected, PlaceAgents, Wrong
 from dataflow.system.addresses import own_address
-from dataflow.system.channel import Channel
 from dataflow.system.child import die_with_parent
+from dataflow.system.messages import Channel
 
 _SEND_S = 10.0
 _END_S = 3.0

@@ -34,8 +34,7 @@ from dataflow.scoring.server import (
     Spawned,
     start_server,
 )
-from dataflow.system.channel import Channel
-from dataflow.system.messages import MessageError
+from dataflow.system.messages import Channel, MessageError
 
 # The owner's view of one process of a pool: its channel, its calls, and the call it is making.
 # What runs in the process is `server.make_calls`.

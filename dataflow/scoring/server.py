@@ -31,10 +31,9 @@ from dataflow.scoring.calls import (
     PoolSettings,
     RestingLimit,
 )
-from dataflow.system.channel import Channel
 from dataflow.system.child import Child, fork
 from dataflow.system.interrupts import leave_to_leader
-from dataflow.system.messages import Codec, Message, MessageError
+from dataflow.system.messages import Channel, Codec, Message, MessageError
 
 # A pool's process at work: it makes the calls that it is sent, one by one, by threads or by
 # tasks, and answers.

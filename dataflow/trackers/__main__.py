@@ -5,8 +5,8 @@ import socket
 import sys
 from typing import Any
 
-from dataflow.system.channel import Channel
 from dataflow.system.interrupts import leave_to_leader
+from dataflow.system.messages import Channel
 from dataflow.system.priority import step_back
 from dataflow.trackers.chosen import SEND_S, TRACKER_CODEC, TrackRun
 

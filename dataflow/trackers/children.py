@@ -20,9 +20,8 @@ from typing import Any
 from dataflow.folder.run_folder import RunFolder
 from dataflow.limits import Limits
 from dataflow.system import processes
-from dataflow.system.channel import Channel
 from dataflow.system.child import KILL_S, Child, fork, program
-from dataflow.system.messages import MessageError
+from dataflow.system.messages import Channel, MessageError
 from dataflow.trackers.chosen import (
     SEND_S,
     TRACKER_CODEC,

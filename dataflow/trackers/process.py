@@ -26,9 +26,8 @@ from dataflow.records import COMPLETION, ERROR, FINISH_REASON, PROMPT
 from dataflow.runs.examples import examples_of, scores_of
 from dataflow.runs.texts import visible
 from dataflow.runs.which import TRAINED, Part, trainers_of
-from dataflow.system.channel import Channel
 from dataflow.system.files import RunFolderError
-from dataflow.system.messages import MessageError
+from dataflow.system.messages import Channel, MessageError
 from dataflow.trackers.chosen import (
     LONGEST,
     LeaveRun,

@@ -21,8 +21,7 @@ from torch.distributed.tensor import Shard as ShardPlacement
 
 from dataflow.errors import RunError
 from dataflow.runtime import Context
-from dataflow.system.channel import Channel
-from dataflow.system.messages import Message
+from dataflow.system.messages import Channel, Message
 from dataflow.tokens.rollout_tokens import SamplingMask
 from dataflow.weight_ends import WeightsBeside
 from operators.engine.parallel.shards import Shard, SlicedModel, localized, plain_pieces, sliced

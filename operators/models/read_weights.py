@@ -21,7 +21,7 @@ from dataflow.weight_ends import TAKE, LetsGo, Offered, Span, WeightsAgain, Weig
 from operators.ranks.team import Sleep, SleepDone, Wake
 
 if TYPE_CHECKING:
-    from dataflow.system.channel import Channel
+    from dataflow.system.messages import Channel
     from operators.ranks.group import ExchangeWatch
     from operators.ranks.team import Exchange
 

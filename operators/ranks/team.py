@@ -26,10 +26,9 @@ from typing import Any, TypeVar
 from dataflow.errors import DeadlineError, RunError, WorkerDied
 from dataflow.limits import Limits
 from dataflow.system import child
-from dataflow.system.channel import Channel
 from dataflow.system.clocks import Countdown
 from dataflow.system.interrupts import leave_to_leader
-from dataflow.system.messages import Codec, Message
+from dataflow.system.messages import Channel, Codec, Message
 from dataflow.system.rank_places import RankPlaces
 from operators.ranks import group
 from operators.ranks.group import ExchangeWatch

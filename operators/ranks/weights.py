@@ -11,8 +11,7 @@ from typing import Any, TypeVar, cast
 
 from dataflow.errors import DeadlineError
 from dataflow.limits import Limits
-from dataflow.system.channel import Channel
-from dataflow.system.messages import Message, Plain
+from dataflow.system.messages import Channel, Message, Plain
 from dataflow.weight_ends import (
     LeadingAgain,
     LeadingWeightsIn,

@@ -15,7 +15,7 @@ import time
 from pathlib import Path
 
 from dataflow.errors import GraphError
-from dataflow.system.channel import Channel
+from dataflow.system.messages import Channel
 from operators.warm_start.launch import BAD_INPUT, CODEC, RECORD_FILE, Progress, WarmStartSpec
 
 ORPHANED = 3

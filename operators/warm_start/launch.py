@@ -16,10 +16,9 @@ from pathlib import Path
 
 from dataflow.errors import GraphError, RunError
 from dataflow.model_files import PROMISED, PromisedModel
-from dataflow.system.channel import Channel
 from dataflow.system.child import Child, program
 from dataflow.system.clocks import Countdown
-from dataflow.system.messages import Codec, Message
+from dataflow.system.messages import Channel, Codec, Message
 
 PAD, UNKNOWN = "<pad>", "<unk>"
 """Tokens of every policy beside its characters."""

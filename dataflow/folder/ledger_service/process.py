@@ -17,12 +17,11 @@ from msgspec.structs import replace
 from dataflow.errors import Replaced, RunError
 from dataflow.folder.ledger import Ledger
 from dataflow.folder.ledger_service.service import STOP, LedgerService, RequestHandler
-from dataflow.system.channel import Channel
 from dataflow.system.child import Child, fork
 from dataflow.system.files import RunFolderError
 from dataflow.system.interrupts import leave_to_leader
 from dataflow.system.log import log_to
-from dataflow.system.messages import Codec, Life, Message, MessageError, Secret, field
+from dataflow.system.messages import Channel, Codec, Life, Message, MessageError, Secret, field
 from dataflow.system.security import RunKeys
 
 START_S = 30.0

@@ -32,9 +32,8 @@ from dataflow.folder.partial_rollouts import PartialRollout
 from dataflow.limits import Limits
 from dataflow.records import AnyArray
 from dataflow.runtime import Context
-from dataflow.system.channel import Channel
 from dataflow.system.forking import has_used_cuda
-from dataflow.system.messages import Message, Secret
+from dataflow.system.messages import Channel, Message, Secret
 from dataflow.tokens.rollout_tokens import RolloutTokens
 from dataflow.weight_ends import WeightsBeside, WeightSite
 from operators.engine.attention import default_budget

@@ -17,7 +17,7 @@ from dataflow.errors import RunError
 from dataflow.model import Model
 from dataflow.records import AnyArray
 from dataflow.runtime import Context
-from dataflow.system.channel import Channel
+from dataflow.system.messages import Channel
 from dataflow.weight_ends import WeightSite, WeightsOut
 from dataflow.worker.weight_ports import offer_beside
 from operators.models.heads import key_value_heads

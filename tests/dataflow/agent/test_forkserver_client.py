@@ -14,8 +14,8 @@ from dataflow.agent.forkserver import Forkserver
 from dataflow.agent.forkserver_client import ForkserverClient, TakenOverForkserver
 from dataflow.agent.messages import CODEC, Alive, Notice, Stay, TakenAway
 from dataflow.errors import Replaced, RunError
-from dataflow.system.channel import Channel
 from dataflow.system.child import Child
+from dataflow.system.messages import Channel
 
 
 def wait_until(holds: Callable[[], bool], deadline_s: float = 10.0) -> None:

@@ -9,8 +9,7 @@ import time
 
 import pytest
 
-from dataflow.system.channel import BODY, LENGTH, Channel
-from dataflow.system.messages import Codec, Message, MessageError
+from dataflow.system.messages import BODY, LENGTH, Channel, Codec, Message, MessageError
 
 
 class Note(Message):

@@ -15,8 +15,7 @@ from trainer_rig import tiny_learner, tiny_llama
 
 from dataflow.limits import Limits
 from dataflow.runtime import Context
-from dataflow.system.channel import Channel
-from dataflow.system.messages import Message
+from dataflow.system.messages import Channel, Message
 from operators.models.slices import Outline
 from operators.ranks.team import Team, codec_of, forked
 from operators.trainer import Trainer

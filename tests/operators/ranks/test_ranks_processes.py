@@ -14,9 +14,8 @@ import pytest
 
 from dataflow.errors import RunError, WorkerDied
 from dataflow.limits import Limits
-from dataflow.system.channel import Channel
 from dataflow.system.child import Child
-from dataflow.system.messages import Message
+from dataflow.system.messages import Channel, Message
 from operators.ranks.team import Team, codec_of, forked, program
 
 WAIT_S = 20.0

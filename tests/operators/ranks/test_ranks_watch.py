@@ -16,8 +16,7 @@ import torch.distributed as dist
 from rigs.machine import wait_until
 
 from dataflow.limits import Limits
-from dataflow.system.channel import Channel
-from dataflow.system.messages import Message
+from dataflow.system.messages import Channel, Message
 from operators.ranks import group
 from operators.ranks.group import ExchangeWatch
 from operators.ranks.team import Load, Loaded, Team, codec_of, forked
