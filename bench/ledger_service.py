@@ -20,7 +20,7 @@ from pathlib import Path
 from bench.report import Report
 from dataflow.folder.ledger import BaseLedger, Ledger
 from dataflow.folder.ledger_service.client import LedgerClient
-from dataflow.folder.ledger_service.process import LedgerProcess
+from dataflow.folder.ledger_service.service import LedgerProcess
 from dataflow.system.security import RunKeys
 
 GROUPS, MARKED = 32, 8

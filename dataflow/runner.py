@@ -26,7 +26,7 @@ from dataflow.folder import run_hold
 from dataflow.folder.copies.process import copies_of
 from dataflow.folder.copies.store import CONFIG as COPIES
 from dataflow.folder.ledger import Ledger
-from dataflow.folder.ledger_service.process import LedgerProcess
+from dataflow.folder.ledger_service.service import LedgerProcess
 from dataflow.folder.live_changes import read_changes, read_swaps
 from dataflow.folder.run_folder import FORESEEN, RunFolder
 from dataflow.folder.run_hold import is_over_hosts

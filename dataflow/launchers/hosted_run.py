@@ -13,7 +13,7 @@ from dataflow.agent.messages import Begin
 from dataflow.agent.rendezvous import KEYS_FILE, FinalNotices, Rendezvous
 from dataflow.errors import GraphError, Replaced, RunError
 from dataflow.folder.copies.store import Copies
-from dataflow.folder.ledger_service.process import LedgerProcess
+from dataflow.folder.ledger_service.service import LedgerProcess
 from dataflow.folder.run_folder import RunFolder
 from dataflow.folder.run_hold import RunHold
 from dataflow.folder.snapshot import read

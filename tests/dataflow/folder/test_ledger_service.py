@@ -35,8 +35,12 @@ from dataflow.folder.ledger_service.messages import (
     Token,
     ToLedger,
 )
-from dataflow.folder.ledger_service.process import LedgerProcess
-from dataflow.folder.ledger_service.service import Deferred, LedgerService, RequestHandler
+from dataflow.folder.ledger_service.service import (
+    Deferred,
+    LedgerProcess,
+    LedgerService,
+    RequestHandler,
+)
 from dataflow.folder.run_folder import RunFolder
 from dataflow.folder.run_hold import held
 from dataflow.history.describe import consumers, describe, graph_facts, plan_facts
