@@ -180,7 +180,7 @@ def too_little_in_flight(graph: Structure) -> Iterator[str]:
         if not isinstance(operator, Learn):
             continue
         prompts = operator.step_prompts
-        limit = operator.traits.queue_prompts
+        limit = operator.traits.capacity.queue_prompts
         if limit is not None and limit < prompts:
             yield (
                 f"'{name}' may queue {limit} prompts but one of its steps needs {prompts}: this"
@@ -188,7 +188,7 @@ def too_little_in_flight(graph: Structure) -> Iterator[str]:
                 " prompts_per_step"
             )
         for generator in generators_of(graph, name):
-            limit = generator.traits.in_flight
+            limit = generator.traits.capacity.in_flight
             if limit is not None and limit < prompts:
                 yield (
                     f"'{generator.name}' may hold {limit} prompts in flight but one step of"
@@ -222,12 +222,12 @@ def untrained_reader(graph: Structure) -> Iterator[str]:
 def unlike_temperatures(graph: Structure) -> Iterator[str]:
     """Log-probabilities must be those of the distribution that was sampled from."""
     for name, operator in graph.operators.items():
-        ours = operator.traits.temperature
+        ours = operator.traits.sampling.temperature
         has_other_head = operator.uses is not None and operator.uses.head != "lm"
         if isinstance(operator, Generate) or ours is None or has_other_head:
             continue
         for generator in generators_of(graph, name):
-            theirs = generator.traits.temperature
+            theirs = generator.traits.sampling.temperature
             if theirs is not None and theirs != ours:
                 yield (
                     f"'{generator.name}' samples at temperature {theirs} but '{name}' computes"
@@ -244,17 +244,17 @@ def unrecorded_sampling(graph: Structure) -> Iterator[str]:
     of_models = {
         name
         for name, operator in operators
-        if operator.traits.temperature is not None
+        if operator.traits.sampling.temperature is not None
         and not operator.trains
         and not isinstance(operator, Generate)
     }
     for name, operator in operators:
         reads = {*operator.reads()}
-        if operator.traits.compares_logprobs or (
+        if operator.traits.training.compares_logprobs or (
             not operator.trains and LOGPROBS in reads and of_models & reads
         ):
             for generator in generators_of(graph, name):
-                if (unrecorded := generator.traits.unrecorded) is not None:
+                if (unrecorded := generator.traits.sampling.unrecorded) is not None:
                     knobs, way_out = unrecorded
                     yield (
                         f"'{generator.name}' samples with {knobs}, and '{name}' compares these"
@@ -307,7 +307,7 @@ def too_few_prompts(graph: Structure) -> Iterator[str]:
         for source in sources_of(graph, name):
             prompts = prompts_of(graph, source)
             if prompts is not None and prompts < operator.step_prompts:
-                epochs = graph.operators[source].traits.epochs or 1
+                epochs = graph.operators[source].traits.source.epochs or 1
                 yield (
                     f"'{source}' ends after {prompts} prompts ({prompts // epochs} rows, {epochs}"
                     f" epochs) but one step of '{name}' needs {operator.step_prompts}; give more"
@@ -321,7 +321,7 @@ def too_large_groups(graph: Structure, replicas: Mapping[str, int] | None = None
     """
     for call in graph.calls:
         generator, source, traits = call.operator, call.output.source, call.operator.traits
-        if not isinstance(generator, Generate) or traits.max_tokens is None:
+        if not isinstance(generator, Generate) or traits.sampling.max_tokens is None:
             continue
         widest = {
             name: kind
@@ -333,8 +333,11 @@ def too_large_groups(graph: Structure, replicas: Mapping[str, int] | None = None
             generator.name,
             widest,
             rollouts=group_size(graph, source) or 1,
-            tokens=min(traits.max_tokens, traits.context_tokens or traits.max_tokens),
-            ids_left=max(1, traits.top_k),
+            tokens=min(
+                traits.sampling.max_tokens,
+                traits.sampling.context_tokens or traits.sampling.max_tokens,
+            ),
+            ids_left=max(1, traits.sampling.top_k),
             senders=(replicas or {}).get(generator.name, 1),
         )
 

@@ -105,69 +105,105 @@ def join(first: Stream[Any], *others: Stream[Any]) -> Stream[Rollout]:
     return first.graph.merge(streams)
 
 
+# What the engine has to know of an operator's knobs to check a graph, to size it and to place it.
+# Each operator gives what concerns it; the rest stays at its default.
+
+
 @dataclass(frozen=True, kw_only=True)
-class Traits:
-    """What the engine has to know of an operator's knobs to check a graph, to size it and to place
-    it.
+class Split:
+    """How processes share out an operator's model."""
 
-    Said by each operator of itself (`Operator.traits`); what does not concern it stays at its
-    default.
-    """
-
-    tensor_parallel: int = 1
-    """Processes that share out each layer of its model."""
-    sleeps: bool = False
-    """Whether its runtime can give its devices' memory back and take it again, so that it may share
-    them in turns."""
     dp_replicate: int = 1
-    """Copies of its model among a trainer's processes."""
+    """Copies of the model among them."""
+    tensor_parallel: int = 1
+    """Of them that share out each layer."""
+
+    @property
+    def unit(self) -> int:
+        """It takes a multiple of so many processes."""
+        return self.tensor_parallel * self.dp_replicate
+
+
+@dataclass(frozen=True, kw_only=True)
+class SamplingTraits:
+    """How it samples, or what samples it computes log-probabilities of."""
+
     temperature: float | None = None
-    """At which it samples, or computes log-probabilities; None: it does neither."""
+    """None: it does neither."""
     unrecorded: tuple[str, str] | None = None
     """How a generator samples otherwise than its rows say, as `top_p=0.9`, and what to do: a model
     that computes their log-probabilities has those of another distribution."""
-    compares_logprobs: bool = False
-    """Whether a trainer's loss compares its log-probabilities with the generator's."""
-    chat: bool | None = None
-    """Of a source, whether its prompts are chat messages; of others, whether they take prompts for
-    such and lay them out. None: not known, or it reads no prompts as text."""
-    compares_siblings: bool = False
-    """Whether it needs groups of two rollouts or more."""
-
-    epochs: int | None = None
-    """How often a source issues its rows; None: without end, or not known."""
-    group_size: int | None = None
-    """Rollouts that a source asks for, of each prompt; None: as many as the generator makes."""
-
-    in_flight: int | None = None
-    """Most prompts that a generator holds at once; None: as many as the feedback allows."""
+    top_k: int = 0
+    """Token ids among which each is drawn; 0: all."""
     max_tokens: int | None = None
     """Most tokens of a completion; None: not known."""
     context_tokens: int | None = None
     """Most tokens of prompt and completion; None: the model's own limit."""
-    top_k: int = 0
-    """Token ids among which each is drawn; 0: all."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class CapacityTraits:
+    """How much it holds, or does, at once."""
+
+    in_flight: int | None = None
+    """Most prompts that a generator holds; None: as many as the feedback allows."""
     slots: int = 1
-    """Rollouts that are decoded at once."""
-    calls_at_once: int = 1
-    """Rows, or groups, that it scores at the same time, over all its processes."""
+    """Rollouts that are decoded."""
     cache_bytes: int | None = None
     """Budget for keys and values; None: what is free."""
-
+    calls_at_once: int = 1
+    """Rows, or groups, that it scores, over all its processes."""
     queue_prompts: int | None = None
     """Most prompts that a trainer holds beside those of its step; None: as many as the feedback
     allows."""
-    copies_weights: bool | None = None
-    """Whether a trainer's ranks send versions from copies of its weights, so that no update waits
-    for a reader; None: as its plan has it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainingTraits:
+    """What decides over a trainer's memory and time."""
+
     micro_batch_tokens: int = 0
-    """Tokens of one pass of a trainer; 0: not known."""
+    """Tokens of one pass; 0: not known."""
     gradient_checkpointing: bool = False
     """Whether the backward pass computes anew what the layers made."""
     compiled: bool = False
-    """Whether a trainer's layers are compiled."""
+    """Whether its layers are compiled."""
     offloads: bool = False
-    """Whether a trainer's moments are in main memory until the update."""
+    """Whether its moments are in main memory until the update."""
+    copies_weights: bool | None = None
+    """Whether its ranks send versions from copies of its weights, so that no update waits for a
+    reader; None: as its plan has it."""
+    compares_logprobs: bool = False
+    """Whether its loss compares its log-probabilities with the generator's."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SourceTraits:
+    """What a source issues."""
+
+    epochs: int | None = None
+    """How often it issues its rows; None: without end, or not known."""
+    group_size: int | None = None
+    """Rollouts that it asks for, of each prompt; None: as many as the generator makes."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Traits:
+    """All of an operator (`Operator.traits`)."""
+
+    split: Split = Split()
+    sampling: SamplingTraits = SamplingTraits()
+    capacity: CapacityTraits = CapacityTraits()
+    training: TrainingTraits = TrainingTraits()
+    source: SourceTraits = SourceTraits()
+    chat: bool | None = None
+    """Of a source, whether its prompts are chat messages; of others, whether they take prompts for
+    such and lay them out. None: not known, or it reads no prompts as text."""
+    sleeps: bool = False
+    """Whether its runtime can give its devices' memory back and take it again, so that it may share
+    them in turns."""
+    compares_siblings: bool = False
+    """Whether it needs groups of two rollouts or more."""
     every_steps: int | None = None
     """Steps between two rounds of an evaluation; None: it evaluates nothing."""
     port: int = 0

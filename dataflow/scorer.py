@@ -13,7 +13,7 @@ from typing import Any, ClassVar, Generic, Literal, ParamSpec, TypeVar, cast, ov
 import pyarrow as pa
 
 from dataflow.errors import GraphError, is_whole, nearest
-from dataflow.node import Rollout, Stream, Traits, Transform, Weights
+from dataflow.node import CapacityTraits, Rollout, Stream, Traits, Transform, Weights
 from dataflow.records import DROP_REASON, ERROR, Columns, note_column
 from dataflow.runtime import Context, Runtime
 from dataflow.scoring.signature import (
@@ -155,7 +155,8 @@ class Scorer(Transform, Generic[P, T_co]):
     def traits(self) -> Traits:
         """A function that is called with a group compares its rollouts."""
         return Traits(
-            compares_siblings=self.per == "group", calls_at_once=self.concurrency * self.processes
+            compares_siblings=self.per == "group",
+            capacity=CapacityTraits(calls_at_once=self.concurrency * self.processes),
         )
 
     @property

@@ -121,7 +121,7 @@ def prompts_of(graph: Structure, source: str) -> int | None:
     operator = graph.operators[source]
     rows, epochs = (
         (operator.count() if isinstance(operator, Source) else None),
-        operator.traits.epochs,
+        operator.traits.source.epochs,
     )
     return None if rows is None or epochs is None else rows * epochs
 
@@ -193,7 +193,7 @@ def group_size(graph: Structure, source: str) -> int | None:
     """Rollouts in a group of a source: its own wish, else its generator's; None without a
     generator.
     """
-    size = graph.operators[source].traits.group_size
+    size = graph.operators[source].traits.source.group_size
     for call in graph.calls:
         if call.output.source == source and isinstance(call.operator, Generate):
             return int(size or call.operator.rollouts_per_prompt)

@@ -10,7 +10,17 @@ import pyarrow as pa
 from dataflow.annotations import arrow_type
 from dataflow.folder.knobs_by_step import KnobsByStep
 from dataflow.model import Model
-from dataflow.node import Generate, Learn, Operator, Sink, Source, Traits
+from dataflow.node import (
+    CapacityTraits,
+    Generate,
+    Learn,
+    Operator,
+    SamplingTraits,
+    Sink,
+    Source,
+    SourceTraits,
+    Traits,
+)
 from dataflow.records import GROUP_ID, PROMPT, PROMPT_COLUMNS, ROLLOUT_COLUMNS, Columns, schema
 from dataflow.runtime import Batch, Context, KnobsInForce, Runtime
 from dataflow.settable import GROUP, STEP, settable
@@ -30,7 +40,7 @@ class FakePrompts(Source):
     @property
     def traits(self) -> Traits:
         """How often, and how many of each."""
-        return Traits(epochs=self.epochs, group_size=self.group_size)
+        return Traits(source=SourceTraits(epochs=self.epochs, group_size=self.group_size))
 
     def extra_columns(self) -> Columns:
         """The asked-for columns."""
@@ -94,7 +104,11 @@ class FakeGenerator(Generate):
     @property
     def traits(self) -> Traits:
         """What a graph is checked for."""
-        return Traits(in_flight=self.in_flight, temperature=self.temperature, sleeps=True)
+        return Traits(
+            capacity=CapacityTraits(in_flight=self.in_flight),
+            sampling=SamplingTraits(temperature=self.temperature),
+            sleeps=True,
+        )
 
     @property
     def rollouts_per_prompt(self) -> int:
@@ -194,7 +208,11 @@ class FakeTrainer(Learn):
     @property
     def traits(self) -> Traits:
         """What a graph is checked for."""
-        return Traits(queue_prompts=self.queue_prompts, temperature=self.temperature, sleeps=True)
+        return Traits(
+            capacity=CapacityTraits(queue_prompts=self.queue_prompts),
+            sampling=SamplingTraits(temperature=self.temperature),
+            sleeps=True,
+        )
 
     @property
     def step_prompts(self) -> int:

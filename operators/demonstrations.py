@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 from dataflow.errors import is_whole
 from dataflow.model import Model
 from dataflow.model_files import template_fault
-from dataflow.node import Generate, Traits
+from dataflow.node import Generate, SamplingTraits, Traits
 from dataflow.records import PROMPT
 from dataflow.runtime import Context, Runtime
 from operators.generator import options_faults
@@ -53,7 +53,7 @@ class Demonstrations(Generate):
     @property
     def traits(self) -> Traits:
         """It lays prompts out."""
-        return Traits(chat=self.chat, context_tokens=self.context_tokens)
+        return Traits(chat=self.chat, sampling=SamplingTraits(context_tokens=self.context_tokens))
 
     @property
     def uses(self) -> Model | None:

@@ -13,7 +13,7 @@ import pyarrow as pa
 
 from dataflow.errors import is_whole
 from dataflow.model import Model
-from dataflow.node import Operator, Traits, Transform
+from dataflow.node import Operator, SamplingTraits, Split, Traits, Transform
 from dataflow.records import (
     COMPLETION,
     ERROR,
@@ -59,7 +59,7 @@ class ForwardOperator(Transform):
     @property
     def traits(self) -> Traits:
         """How many processes it takes; it may share its devices."""
-        return Traits(tensor_parallel=self.tensor_parallel, sleeps=True)
+        return Traits(split=Split(tensor_parallel=self.tensor_parallel), sleeps=True)
 
     def reads(self) -> Mapping[str, Any]:
         """The rollout's tokens, and the columns that say which of them count."""
@@ -144,7 +144,7 @@ class Logprobs(ForwardOperator):
     @property
     def traits(self) -> Traits:
         """Its temperature has to be the generator's."""
-        return replace(super().traits, temperature=self.temperature)
+        return replace(super().traits, sampling=SamplingTraits(temperature=self.temperature))
 
     def at_temperature(self, temperature: float) -> Operator:
         """Of rows that say nothing else it takes log-probabilities at that one."""

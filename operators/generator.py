@@ -12,7 +12,7 @@ import pyarrow as pa
 from dataflow.errors import is_number, is_whole
 from dataflow.model import Model, holds_adapters
 from dataflow.model_files import template_fault
-from dataflow.node import Generate, Operator, Traits
+from dataflow.node import CapacityTraits, Generate, Operator, SamplingTraits, Split, Traits
 from dataflow.records import RAW_COMPLETION, SAMPLED_COLUMNS, SAMPLING_MASK, TEMPERATURE, Columns
 from dataflow.runtime import Context, Runtime
 from dataflow.settable import GROUP, settable
@@ -101,17 +101,19 @@ class GeneratorKnobs(Generate):
     def traits(self) -> Traits:
         """What graphs are checked for, and what a replica takes."""
         return Traits(
-            tensor_parallel=self.tensor_parallel,
-            temperature=self.temperature,
+            split=Split(tensor_parallel=self.tensor_parallel),
+            sampling=SamplingTraits(
+                temperature=self.temperature,
+                unrecorded=self._unrecorded,
+                top_k=self.top_k,
+                max_tokens=self.max_tokens,
+                context_tokens=self.context_tokens or getattr(self.model, "context_tokens", None),
+            ),
+            capacity=CapacityTraits(
+                in_flight=self.in_flight, slots=self.slots, cache_bytes=self.cache_bytes
+            ),
             chat=self.chat,
-            in_flight=self.in_flight,
-            max_tokens=self.max_tokens,
-            top_k=self.top_k,
-            context_tokens=self.context_tokens or getattr(self.model, "context_tokens", None),
-            slots=self.slots,
-            cache_bytes=self.cache_bytes,
             sleeps=self.engine == "native" and not self.compile,
-            unrecorded=self._unrecorded,
         )
 
     @property

@@ -12,7 +12,7 @@ import pyarrow as pa
 
 from dataflow.annotations import admits_none, arrow_type
 from dataflow.errors import RecordError, nearest
-from dataflow.node import Generate, Source, Traits
+from dataflow.node import Generate, Source, SourceTraits, Traits
 from dataflow.records import (
     DROP_REASON,
     ERROR,
@@ -389,7 +389,9 @@ class Prompts(Source):
     @property
     def traits(self) -> Traits:
         """How often it issues its rows, for how many rollouts each, and whether they are chats."""
-        return Traits(epochs=self.epochs, group_size=self.group_size, chat=self.chat)
+        return Traits(
+            source=SourceTraits(epochs=self.epochs, group_size=self.group_size), chat=self.chat
+        )
 
     def extra_columns(self) -> Columns:
         """The asked-for columns, typed as stated, else as in the first rows, else as text."""

@@ -12,7 +12,15 @@ import numpy as np
 
 from dataflow.errors import is_number, is_whole
 from dataflow.model import DTYPES, Model, holds_adapters
-from dataflow.node import Learn, Operator, Traits
+from dataflow.node import (
+    CapacityTraits,
+    Learn,
+    Operator,
+    SamplingTraits,
+    Split,
+    TrainingTraits,
+    Traits,
+)
 from dataflow.records import ERROR, FINISH_REASON, LOGPROBS, MASK, TOKENS, VERSIONS
 from dataflow.runtime import Context, Runtime
 from dataflow.settable import STEP, Settable, settable, settable_parameters
@@ -148,17 +156,18 @@ class TrainerKnobs(Learn):
     def traits(self) -> Traits:
         """What graphs are checked for, and what a rank takes."""
         return Traits(
-            tensor_parallel=self.tensor_parallel,
-            dp_replicate=self.dp_replicate,
-            temperature=self.temperature,
-            queue_prompts=self.queue_prompts,
-            micro_batch_tokens=self.micro_batch_tokens,
-            gradient_checkpointing=self.gradient_checkpointing,
-            compiled=self.compile,
-            offloads=self.offload,
+            split=Split(tensor_parallel=self.tensor_parallel, dp_replicate=self.dp_replicate),
+            sampling=SamplingTraits(temperature=self.temperature),
+            capacity=CapacityTraits(queue_prompts=self.queue_prompts),
+            training=TrainingTraits(
+                micro_batch_tokens=self.micro_batch_tokens,
+                gradient_checkpointing=self.gradient_checkpointing,
+                compiled=self.compile,
+                offloads=self.offload,
+                copies_weights=self.offload or self.copy_weights,
+                compares_logprobs=LOGPROBS in self.loss_function.columns,
+            ),
             sleeps=True,
-            copies_weights=self.offload or self.copy_weights,
-            compares_logprobs=LOGPROBS in self.loss_function.columns,
         )
 
     @cached_property

@@ -412,7 +412,7 @@ def _assumed(ground: Foreground) -> tuple[str, ...]:
         *_float32(ground),
         f"prompts of {workload.prompt_tokens:,.0f} tokens",
         f"completions of {lengths.mean:,.0f} tokens in the mean, of"
-        f" {ground.generator.traits.max_tokens:,} at most, "
+        f" {ground.generator.traits.sampling.max_tokens:,} at most, "
         + (
             "as a run had them"
             if workload.run_lengths is not None
@@ -476,8 +476,8 @@ def _closed(ground: Foreground) -> list[Operation]:
                     count=0,
                     need=None,
                     room_bytes=None,
-                    seconds=rollouts * row_s / scorer.traits.calls_at_once,
-                    waits=scorer.traits.calls_at_once > 1,
+                    seconds=rollouts * row_s / scorer.traits.capacity.calls_at_once,
+                    waits=scorer.traits.capacity.calls_at_once > 1,
                     worker=(
                         ""
                         if isinstance(scorer, Scorer) and scorer.isolate
@@ -537,8 +537,8 @@ def _generation(
     once.
     """
     rates, prompt = ground.rates(ground.generator), ground.workload.prompt_tokens
-    slots = float(ground.generator.traits.slots)
-    limited = replace(rates, most_rollouts=ground.generator.traits.slots)
+    slots = float(ground.generator.traits.capacity.slots)
+    limited = replace(rates, most_rollouts=ground.generator.traits.capacity.slots)
     room = slots if ground.on_cpu else replica.at_once(prompt + 0.6 * ground.lengths.mean, limited)
     batch = min(room, (ground.max_staleness + 1) * rollouts)  # no more may be on their way
     parts = (

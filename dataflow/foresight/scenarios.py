@@ -240,7 +240,7 @@ class Foreground:
         others' besides.
         """
         trainer = self.trainer
-        if self.on_cpu or not (self.in_turn or trainer.traits.offloads):
+        if self.on_cpu or not (self.in_turn or trainer.traits.training.offloads):
             return 0.0
         learners = self.learners(trainer)
         return self._to_host(2 * (STATE_BYTES - 4) * learners.trained / learners.ranks, trainer)
@@ -265,7 +265,7 @@ class Foreground:
         assert operator.uses is not None, "one that computes with a model"
         ranks, tensor_parallel = (
             self.ranks(operator.name),
-            self.plan.placements[operator.name].tensor_parallel,
+            self.plan.placements[operator.name].split.tensor_parallel,
         )
         pipeline, context, expert = (self.cut(operator.name, cut) for cut in CUTS)
         if ranks % (tensor_parallel * pipeline * context) or ranks % expert:
@@ -302,10 +302,10 @@ class Foreground:
         traits = self.trainer.traits
         return waits_s(
             learners,
-            traits.dp_replicate,
+            traits.split.dp_replicate,
             self.constants.learner,
             tokens=self.computed * tokens,
-            at_once=traits.micro_batch_tokens,
+            at_once=traits.training.micro_batch_tokens,
             computing_s=computing_s,
         )
 
@@ -338,11 +338,11 @@ def scenario_of(ground: Foreground, *, steps: int, failures: Failures | None = N
                 for scorer in between(graph, ground.maker, trainer)
             },
             replicas=ground.replicas,
-            in_flight=ground.generator.traits.in_flight,
+            in_flight=ground.generator.traits.capacity.in_flight,
             prompts_at_once=into.batch_rows,
             prompts_without_outcome=into.most_rows,
             prompts_slack=into.slack_rows,
-            queue_prompts=trainer.traits.queue_prompts,
+            queue_prompts=trainer.traits.capacity.queue_prompts,
             hop_s=constants.hop_s,
             processors=(
                 Processors(cores=plan.devices.cpus, alone=constants.alone)
@@ -390,7 +390,7 @@ def _generator_costs(
     ground: Foreground, replica: GeneratorReplica, *, shared: bool
 ) -> GeneratorCosts:
     rates, prompt = ground.rates(ground.generator), ground.workload.prompt_tokens
-    slots = min(ground.generator.traits.slots, rates.most_rollouts)
+    slots = min(ground.generator.traits.capacity.slots, rates.most_rollouts)
     if not ground.on_cpu:
         slots = min(slots, int(replica.at_once(prompt + 0.6 * ground.lengths.mean, rates)))
     step = [replica.step(n, 0.0, rates).seconds(rates) for n in range(slots + 1)]
@@ -426,14 +426,14 @@ def training_s(ground: Foreground) -> tuple[float, float]:
     trainer, rates = ground.trainer, ground.rates(ground.trainer)
     learners, tokens = ground.learners(trainer), ground.trained_tokens
     rollouts = float(trainer.step_prompts * ground.group_size)
-    forward = learners.forward + trainer.traits.gradient_checkpointing
+    forward = learners.forward + trainer.traits.training.gradient_checkpointing
     passes_s = learners.passes(rollouts, tokens, forward=forward, sequences=rollouts).seconds(rates)
     passes_s += ground.waits_s(learners, passes_s, rollouts * tokens)
     passes_s += learners.channels(rollouts * tokens) * rates.channel_s
     back = ground.workload.prompt_tokens + ground.lengths.looks_back
     passes_s += learners.looks(rollouts * tokens, back) * rates.look_s
     micro_batches = learners.micro_batches(
-        ground.computed * rollouts * tokens, trainer.traits.micro_batch_tokens
+        ground.computed * rollouts * tokens, trainer.traits.training.micro_batch_tokens
     )
     return ground.computed * passes_s, once_s(learners, rates, micro_batches) + ground.moments_s
 
@@ -459,7 +459,7 @@ def exchanges_of(learners: Learners) -> int:
 
 def _scorer_costs(ground: Foreground, operator: Operator) -> ScorerCosts:
     workload = ground.workload
-    drops, at_once = workload.drops.get(operator.name, 0.0), operator.traits.calls_at_once
+    drops, at_once = workload.drops.get(operator.name, 0.0), operator.traits.capacity.calls_at_once
     if operator.uses is not None:
         if not ground.plan.placements[operator.name].gpus and not ground.on_cpu:
             raise GraphError(

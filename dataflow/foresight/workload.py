@@ -54,7 +54,7 @@ class Workload:
 
     def lengths(self, generator: Operator, turns: int = 1) -> Lengths:
         """Of completions, in so many turns together. GraphError where they cannot be."""
-        longest, mean = generator.traits.max_tokens, self.mean_tokens
+        longest, mean = generator.traits.sampling.max_tokens, self.mean_tokens
         if longest is None:
             raise GraphError(
                 f"'{generator.name}' does not say how long completions may be; set its max_tokens"

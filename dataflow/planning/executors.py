@@ -160,7 +160,7 @@ def copies_of(
     turns: nodes that take turns on devices. link_bytes_per_s: of slow links to some reader; None:
     there are none.
     """
-    wish = graph.operators[trainer].traits.copies_weights
+    wish = graph.operators[trainer].traits.training.copies_weights
     mates = next((group for group in turns if trainer in group), ())
     why = ""
     if mates:

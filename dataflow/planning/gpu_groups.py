@@ -3,6 +3,7 @@ functions.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict
 
 from dataflow.errors import GraphError
 from dataflow.node import Generate, Operator
@@ -178,7 +179,7 @@ def threads_of(
 def ranks_of(operator: Operator, gpus: int, wish: int | None, one_process: bool) -> int:
     """Processes that share out one replica of an operator; its worker starts all but the first."""
     name, traits = operator.name, operator.traits
-    unit = traits.tensor_parallel * traits.dp_replicate
+    unit = traits.split.unit
     if not operator.trains:
         if wish is not None:
             raise GraphError(
@@ -203,8 +204,7 @@ def ranks_of(operator: Operator, gpus: int, wish: int | None, one_process: bool)
         )
     ranks = gpus or (unit if wish is None else wish)
     if ranks % unit:
-        knobs = {"dp_replicate": traits.dp_replicate, "tensor_parallel": traits.tensor_parallel}
-        has = {knob: size for knob, size in knobs.items() if size > 1}
+        has = {knob: size for knob, size in asdict(traits.split).items() if size > 1}
         raise GraphError(
             f"'{name}' runs on {ranks} ranks, but has"
             f" {' and '.join(f'{knob}={size}' for knob, size in has.items())}, which does not"

@@ -143,7 +143,7 @@ def need_of(
         parts["refreshed"] = sum(
             size.kept_bytes(model.dtype, refresh, model.lora) for refresh in refreshes
         )
-    shares = ranks // operator.traits.dp_replicate
+    shares = ranks // operator.traits.split.dp_replicate
     parts = {name: whole // shares for name, whole in parts.items()}
     if shares > 1 and not operator.trains and not isinstance(operator, Generate):
         parts["embedding or head while it computes"] = size.largest_end * bytes_of(model.dtype)
@@ -157,7 +157,7 @@ def need_of(
             size,
             ranks,
             on_gpu=on_gpu,
-            away=in_turn or operator.traits.offloads,
+            away=in_turn or operator.traits.training.offloads,
         )
     if on_gpu:
         parts["version on its way"] = _version(graph, operator, size, ranks, in_turn, trainer_ranks)
@@ -173,7 +173,7 @@ def asleep_bytes(graph: Structure, operator: Operator, size: ModelSize | None, r
     if size is None or model is None or (fed and model.lora is None):
         return 0  # weights come again from the trainer's
     parts = size.parts(model.dtype, operator.trains, model.lora)
-    return operator.traits.dp_replicate * sum(
+    return operator.traits.split.dp_replicate * sum(
         part for name, part in parts.items() if name != "gradients"
     )
 
@@ -200,7 +200,7 @@ def _version(
     if model is None or not read or not (in_turn or (is_one and operator.trains)):
         return 0
     return size.sent_bytes(
-        model.dtype, model.lora, 1 if is_one else read[0].reader.traits.tensor_parallel
+        model.dtype, model.lora, 1 if is_one else read[0].reader.traits.split.tensor_parallel
     )
 
 
@@ -238,12 +238,12 @@ def _cache(operator: Generate, size: ModelSize, nbytes: int, ranks: int) -> int:
     slots allow.
     """
     traits = operator.traits
-    context = traits.context_tokens or size.context
+    context = traits.sampling.context_tokens or size.context
     sequence = context * (size.cache_elements // min(ranks, size.key_value_heads or ranks)) * nbytes
     return (
         sequence
-        if traits.cache_bytes is None
-        else max(sequence, min(traits.cache_bytes, sequence * traits.slots))
+        if traits.capacity.cache_bytes is None
+        else max(sequence, min(traits.capacity.cache_bytes, sequence * traits.capacity.slots))
     )
 
 
@@ -263,17 +263,17 @@ def _with_passes(
     """
     model, traits = operator.uses, operator.traits
     assert model is not None, "a trainer has a model"
-    gathers = ranks // traits.dp_replicate > 1
+    gathers = ranks // traits.split.dp_replicate > 1
     passes = Passes(
         size=size,
         wide=model.dtype == "float32",
         masters=model.lora is None and not gathers,
         trains=model.lora is None,
         rank=model.lora.rank if model.lora is not None else 0,
-        compiled=traits.compiled,
+        compiled=traits.training.compiled,
         on_gpu=on_gpu,
-        checkpointed=traits.gradient_checkpointing,
-        shares=traits.tensor_parallel,
+        checkpointed=traits.training.gradient_checkpointing,
+        shares=traits.split.tensor_parallel,
     )
     tokens, is_only = _micro_batch(graph, operator)
     activations = passes.at_most(tokens)
@@ -281,7 +281,7 @@ def _with_passes(
         activations = max(activations - parts["gradients"], passes.one_layer(tokens))
     if gathers:
         nbytes = bytes_of(model.dtype)
-        layer = size.linear_numbers // max(1, size.layers) // traits.tensor_parallel
+        layer = size.linear_numbers // max(1, size.layers) // traits.split.tensor_parallel
         ends = size.largest_end * (1 if size.tied else 2)
         parts["gathered"] = nbytes * (2 * layer + ends) + 4 * max(layer, size.largest_end)
     if away:
@@ -297,10 +297,11 @@ def _micro_batch(graph: Structure, operator: Operator) -> tuple[int, bool]:
     """Tokens of a micro-batch, no more than the completions of a step may have, and whether a step
     has no other.
     """
-    tokens = operator.traits.micro_batch_tokens
+    tokens = operator.traits.training.micro_batch_tokens
     generators = [op for op in graph.operators.values() if isinstance(op, Generate)]
     longest = [
-        tokens if op.traits.max_tokens is None else op.traits.max_tokens for op in generators
+        tokens if op.traits.sampling.max_tokens is None else op.traits.sampling.max_tokens
+        for op in generators
     ]
     groups = [group_size(graph, source) or 1 for source in sources_of(graph, operator.name)]
     prompts = operator.step_prompts if isinstance(operator, Learn) else 1

@@ -3,6 +3,7 @@
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from dataflow.node import Split
 from dataflow.planning.hosts import Devices, Host, named
 
 Spot = tuple[str, str]
@@ -39,10 +40,8 @@ class Placement:
     replicas: int = 1
     ranks: int = 1
     """Processes that make up one replica."""
-    dp_replicate: int = 1
-    """Copies of the model among them."""
-    tensor_parallel: int = 1
-    """Of them that share out each layer."""
+    split: Split = Split()
+    """How they share out the model."""
     gpus: tuple[int, ...] = ()
     """Accelerators, replica by replica, numbered over all hosts; empty: CPU."""
     hosts: tuple[str, ...] = ()
@@ -81,10 +80,10 @@ class Placement:
         """How ranks that do not all do the same share the model out: `2 x 2 (replicate x shard)`;
         else empty.
         """
-        shards = self.ranks // (self.dp_replicate * self.tensor_parallel)
-        axes = {"replicate": self.dp_replicate, "shard": shards, "tensor": self.tensor_parallel}
+        copies, shards = self.split.dp_replicate, self.ranks // self.split.unit
+        axes = {"replicate": copies, "shard": shards, "tensor": self.split.tensor_parallel}
         used = {name: size for name, size in axes.items() if size > 1}
-        if len(used) < 2 and self.dp_replicate == 1:
+        if len(used) < 2 and copies == 1:
             return ""
         return f"{' x '.join(map(str, used.values()))} ({' x '.join(used)})"
 
@@ -227,7 +226,7 @@ def spread_line(placement: Placement) -> str:
     ranks_each = placement.ranks // len(placement.all_hosts)
     cut = (
         " (its layers are cut across hosts, as nothing else fits)"
-        if ranks_each % placement.tensor_parallel
+        if ranks_each % placement.split.tensor_parallel
         else ""
     )
     return (

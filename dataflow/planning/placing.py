@@ -139,8 +139,7 @@ def _placement(
         hosts=hosts[: part.replicas] if devices.hosts else (),
         rank_hosts=rank_hosts,
         first_gpus=tuple(first_gpus[host] for host in hosts) if devices.hosts and gpus else (),
-        dp_replicate=part.dp_replicate,
-        tensor_parallel=part.tensor_parallel,
+        split=part.split,
         threads=min(threads_each),
         threads_there=tuple(threads_each) if is_uneven else (),
         need=part.need,
@@ -158,7 +157,6 @@ def needs_of(placement: Placement) -> NodeNeeds:
         gpus=len(placement.gpus),
         need=placement.need,
         may_spread=bool(placement.rank_hosts),
-        tensor_parallel=placement.tensor_parallel,
-        dp_replicate=placement.dp_replicate,
+        split=placement.split,
         port=placement.port,
     )

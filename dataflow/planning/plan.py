@@ -450,8 +450,7 @@ def _parts(
             gpus=gpus.get(name, 0),
             need=need,
             may_spread=isinstance(operator, Spreads),
-            tensor_parallel=operator.traits.tensor_parallel,
-            dp_replicate=operator.traits.dp_replicate,
+            split=operator.traits.split,
             port=operator.traits.port,
         )
     return {name: parts[name] for name in dict.fromkeys([*gpus, *parts])}

@@ -25,6 +25,7 @@ from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from dataflow.errors import GraphError
+from dataflow.node import Split
 from dataflow.planning.gpu_groups import Group
 from dataflow.planning.hosts import Devices, Host
 from dataflow.planning.inputs import Pins
@@ -79,8 +80,7 @@ class NodeNeeds:
     """Memory that one process needs at least; None: unknown or small."""
     may_spread: bool = False
     """Whether its ranks may be on several hosts."""
-    tensor_parallel: int = 1
-    dp_replicate: int = 1
+    split: Split = Split()
     port: int = 0
     """On which each replica listens; 0: on none, or on any that is free."""
 
@@ -210,23 +210,22 @@ def spare(numbers: range, busy: Collection[int], count: int) -> tuple[int, ...] 
     return None
 
 
-def divisions(
-    ranks: int, hosts: int, *, tensor_parallel: int = 1, dp_replicate: int = 1
-) -> list[int]:
+def divisions(ranks: int, hosts: int, split: Split) -> list[int]:
     """Numbers of hosts, `hosts` at most, that so many ranks can be spread over evenly, what is
     preferred first.
 
-    >>> divisions(16, 8, tensor_parallel=4)
+    >>> from dataflow.node import Split
+    >>> divisions(16, 8, Split(tensor_parallel=4))
     [2, 4, 8]
-    >>> divisions(12, 6, dp_replicate=3)  # 3 copies of 4 ranks: none is cut over 3 hosts or 6
+    >>> divisions(12, 6, Split(dp_replicate=3))  # of 4 ranks each: none is cut over 3 or 6
     [3, 6, 2, 4]
     """
-    copy = ranks // dp_replicate
+    copy = ranks // split.dp_replicate
 
     def cost(count: int) -> tuple[bool, bool, int]:
         ranks_each = ranks // count
         return (
-            bool(ranks_each % tensor_parallel),
+            bool(ranks_each % split.tensor_parallel),
             bool(ranks_each % copy and copy % ranks_each),
             count,
         )
@@ -535,8 +534,7 @@ def _hosts_of_ranks(part: NodeNeeds, rooms: Sequence[Room]) -> list[Room]:
 
     Accelerators are taken host after host, cores where there are fewest processes for each.
     """
-    knobs = {"tensor_parallel": part.tensor_parallel, "dp_replicate": part.dp_replicate}
-    for count in [1, *divisions(part.ranks, len(rooms), **knobs)]:
+    for count in [1, *divisions(part.ranks, len(rooms), part.split)]:
         unit = Unit.of(part.of_ranks(part.ranks // count))
         fitting = [room for room in rooms if room.row(unit) is not None and not room.lacks(unit)]
         if len(fitting) < count:

@@ -40,12 +40,12 @@ def with_values(
             continue
         old = operators.get(name, graph.operators[name])
         new = operators[name] = old.with_knob(knob, value)
-        if new.traits.temperature not in (None, old.traits.temperature):
+        if new.traits.sampling.temperature not in (None, old.traits.sampling.temperature):
             for other_operator in graph.operators.values():
                 if graph.operators[name] in generators_of(graph, other_operator.name):
                     operators[other_operator.name] = operators.get(
                         other_operator.name, other_operator
-                    ).at_temperature(new.traits.temperature)
+                    ).at_temperature(new.traits.sampling.temperature)
     return operators, bounds
 
 

@@ -213,7 +213,7 @@ class AgentsRuntime(EpisodesRuntime):
         )
         config, generation = load_configs(agent.generator.uses)
         self._turns_in_run = TurnsInRun(
-            longest(agent.generator.uses, config, agent.generator.traits.context_tokens)
+            longest(agent.generator.uses, config, agent.generator.traits.sampling.context_tokens)
             or UNBOUNDED
         )
         tokenizer = load_tokenizer(agent.generator.uses)

@@ -17,7 +17,7 @@ import pyarrow as pa
 
 from dataflow.annotations import arrow_type
 from dataflow.errors import GraphError, is_whole
-from dataflow.node import Generate, Operator, Rollout, Stream, Traits
+from dataflow.node import CapacityTraits, Generate, Operator, Rollout, Stream, Traits
 from dataflow.records import EPISODE_COLUMNS, SAMPLED_COLUMNS, TEMPERATURE, Columns
 from dataflow.runtime import Context, Runtime
 from dataflow.scoring.signature import decorated, stand_for, where_defined
@@ -159,13 +159,13 @@ class EpisodeKnobs(Generate):
             return Traits()
         theirs = self.generator.traits
         return Traits(
-            temperature=theirs.temperature,
-            in_flight=theirs.in_flight,
-            top_k=theirs.top_k,
+            sampling=dataclasses.replace(
+                theirs.sampling, unrecorded=None, max_tokens=theirs.sampling.context_tokens
+            ),
+            capacity=CapacityTraits(
+                in_flight=theirs.capacity.in_flight, calls_at_once=self.at_once
+            ),
             chat=theirs.chat,
-            context_tokens=theirs.context_tokens,
-            max_tokens=theirs.context_tokens,
-            calls_at_once=self.at_once,
         )
 
     @property

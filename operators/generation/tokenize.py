@@ -119,7 +119,10 @@ def too_long(taker: Generate, table: pa.Table) -> str:
     from operators.models.borders import longest
     from operators.models.loading import load_configs, load_tokenizer
 
-    model, declared = taker.uses or getattr(taker, "model", None), taker.traits.context_tokens
+    model, declared = (
+        taker.uses or getattr(taker, "model", None),
+        taker.traits.sampling.context_tokens,
+    )
     bytes_of = _bytes_of(table)
     if not isinstance(model, Model) or int(bytes_of.max()) + _LAID_OUT_BYTES < (
         declared or _LEAST_CONTEXT

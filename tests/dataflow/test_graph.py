@@ -8,7 +8,7 @@ import pyarrow as pa
 import pytest
 
 from dataflow import Graph, GraphError, Model, join, scorer
-from dataflow.node import Traits
+from dataflow.node import Split, Traits
 from dataflow.planning.hosts import Devices
 from dataflow.planning.model_size import ModelSize
 from dataflow.planning.plan import plan
@@ -141,7 +141,9 @@ class DealtOut(FakeGenerator):
 
     @property
     def traits(self) -> Traits:
-        return dataclasses.replace(super().traits, tensor_parallel=self.tensor_parallel)
+        return dataclasses.replace(
+            super().traits, split=Split(tensor_parallel=self.tensor_parallel)
+        )
 
 
 def dealt_out(max_staleness: int = 2) -> Graph:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from dataflow import Graph, Model
-from dataflow.node import Traits
+from dataflow.node import Split, Traits
 from dataflow.testing import FakeGenerator, FakePrompts, FakeTrainer
 
 POLICY = Model("policy")
@@ -22,7 +22,8 @@ class Spreading(FakeTrainer):
     @property
     def traits(self) -> Traits:
         return dataclasses.replace(
-            super().traits, tensor_parallel=self.tensor_parallel, dp_replicate=self.dp_replicate
+            super().traits,
+            split=Split(tensor_parallel=self.tensor_parallel, dp_replicate=self.dp_replicate),
         )
 
     def follower(self, context: Any, told: Mapping[str, Any]) -> Callable[[int, int], int]:

@@ -15,7 +15,15 @@ import pyarrow as pa
 import torch
 
 from dataflow.model import Model
-from dataflow.node import Generate, Source, Traits, Transform
+from dataflow.node import (
+    CapacityTraits,
+    Generate,
+    SamplingTraits,
+    Source,
+    SourceTraits,
+    Traits,
+    Transform,
+)
 from dataflow.records import (
     GROUP_ID,
     GROUP_SIZE,
@@ -59,7 +67,7 @@ class SimulatedPrompts(Source):
     @property
     def traits(self) -> Traits:
         """How often, and how many of each."""
-        return Traits(epochs=self.epochs, group_size=self.group_size)
+        return Traits(source=SourceTraits(epochs=self.epochs, group_size=self.group_size))
 
     def build(self, context: Context) -> Runtime:
         """The product's own source."""
@@ -92,10 +100,8 @@ class SimulatedGenerator(Generate):
     def traits(self) -> Traits:
         """What a graph is checked for."""
         return Traits(
-            temperature=self.temperature,
-            in_flight=self.in_flight,
-            max_tokens=self.max_tokens,
-            slots=self.slots,
+            sampling=SamplingTraits(temperature=self.temperature, max_tokens=self.max_tokens),
+            capacity=CapacityTraits(in_flight=self.in_flight, slots=self.slots),
         )
 
     @property

@@ -12,7 +12,7 @@ from typing import Any
 import pyarrow as pa
 
 from dataflow.model import Model
-from dataflow.node import Learn, Traits
+from dataflow.node import CapacityTraits, Learn, SamplingTraits, Traits
 from dataflow.records import GROUP_ID, VERSIONS
 from dataflow.rules import QueuedGroup, ReorderBuffer
 from dataflow.runtime import Batch, Context, Runtime
@@ -41,7 +41,10 @@ class SimulatedTrainer(Learn):
     @property
     def traits(self) -> Traits:
         """What a graph is checked for."""
-        return Traits(queue_prompts=self.queue_prompts, temperature=self.temperature)
+        return Traits(
+            capacity=CapacityTraits(queue_prompts=self.queue_prompts),
+            sampling=SamplingTraits(temperature=self.temperature),
+        )
 
     @property
     def step_prompts(self) -> int:

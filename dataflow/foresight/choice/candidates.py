@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from functools import cache
 from typing import Any
 
@@ -55,17 +55,20 @@ def learners(trainer: Learn, hosts: Sequence[Host]) -> list[dict[str, Any]]:
         if width <= most and deals_out(decoder.heads, decoder.kv_heads, width)
     ]
     copies = [1 << power for power in range(gpus.bit_length())]
-    traits = trainer.traits
+    declared = asdict(trainer.traits.split)
     ways = [
         {"tensor_parallel": width, "dp_replicate": count}
         for width in widths
         for count in copies
-        if width * count <= gpus and (width, count) != (traits.tensor_parallel, traits.dp_replicate)
+        if width * count <= gpus
     ]
-    declared = {"tensor_parallel": traits.tensor_parallel, "dp_replicate": traits.dp_replicate}
     return [
         {},
-        *({knob: size for knob, size in way.items() if size != declared[knob]} for way in ways),
+        *(
+            {knob: size for knob, size in way.items() if size != declared[knob]}
+            for way in ways
+            if way != declared
+        ),
     ]
 
 
@@ -112,24 +115,24 @@ def best_learner(
     for way in ways:
         variant: Any = dataclasses.replace(trainer, **way)
         traits = variant.traits
-        if ranks % (traits.tensor_parallel * traits.dp_replicate):
+        if ranks % traits.split.unit:
             continue
         need = need_of(graph, variant, size, ranks, on_gpu=True)
         if need is not None and need.total > room:
             continue
         candidate = Learners(
-            model=model, kind=kind, ranks=ranks, tensor_parallel=traits.tensor_parallel
+            model=model, kind=kind, ranks=ranks, tensor_parallel=traits.split.tensor_parallel
         )
-        forward = candidate.forward + traits.gradient_checkpointing
+        forward = candidate.forward + traits.training.gradient_checkpointing
         passes = candidate.passes(
             step.rollouts, step.tokens, forward=forward, sequences=step.rollouts
         ).seconds(step.rates)
         seconds = passes + waits_s(
             candidate,
-            traits.dp_replicate,
+            traits.split.dp_replicate,
             step.rates,
             tokens=step.rollouts * step.tokens,
-            at_once=traits.micro_batch_tokens,
+            at_once=traits.training.micro_batch_tokens,
             computing_s=passes,
         )
         if seconds < least * (1 - 1e-9):
@@ -325,7 +328,7 @@ def _on_gpus(
 ) -> list[Candidate]:
     trainer, generator = only(graph, Learn), only(graph, Generate)
     helper_gpus = {
-        name: operator.traits.tensor_parallel * operator.traits.dp_replicate
+        name: operator.traits.split.unit
         for name, operator in graph.operators.items()
         if operator.uses is not None and operator not in (trainer, generator) and not operator.light
     }
@@ -355,8 +358,8 @@ def _on_gpus(
         for total in totals
         for makes in splits(
             total,
-            way.get("tensor_parallel", generator.traits.tensor_parallel),
-            1 if knobs else trainer.traits.tensor_parallel * trainer.traits.dp_replicate,
+            way.get("tensor_parallel", generator.traits.split.tensor_parallel),
+            1 if knobs else trainer.traits.split.unit,
             each_way,
             lambda ranks: bool(seated(ranks)),
         )
@@ -376,9 +379,8 @@ def _on_gpus(
         for total in dict.fromkeys([devices.gpus, *totals] if not idle else [1, *totals])
         if total <= most_shared
         and not trains_on
-        and total % way.get("tensor_parallel", generator.traits.tensor_parallel) == 0
-        and total % (1 if knobs else trainer.traits.tensor_parallel * trainer.traits.dp_replicate)
-        == 0
+        and total % way.get("tensor_parallel", generator.traits.split.tensor_parallel) == 0
+        and total % (1 if knobs else trainer.traits.split.unit) == 0
     ]
 
 
@@ -387,7 +389,7 @@ def generators(generator: Operator, devices: Devices) -> list[dict[str, Any]]:
     and stand on one host, fp8 where all devices multiply in it; the declared ones first.
     """
     fields = {field.name for field in dataclasses.fields(generator)}
-    declared, widths = generator.traits.tensor_parallel, [1]
+    declared, widths = generator.traits.split.tensor_parallel, [1]
     assert generator.uses is not None, "a generator has a model"
     if "tensor_parallel" in fields:
         decoder = decoder_of(generator.uses.source)
@@ -443,7 +445,7 @@ def _on_cores(graph: Graph, cores: int) -> list[Candidate]:
     """Replicas and ranks, and ranks of each replica: as many as there are cores, at most."""
     trainer, generator = only(graph, Learn), only(graph, Generate)
     counts = _counts(cores)
-    unit = trainer.traits.tensor_parallel * trainer.traits.dp_replicate
+    unit = trainer.traits.split.unit
     return [
         Candidate(
             replicas={generator.name: replicas},
@@ -452,7 +454,8 @@ def _on_cores(graph: Graph, cores: int) -> list[Candidate]:
         )
         for way in generators(generator, Devices(cpus=cores))
         for replicas in counts
-        if replicas * way.get("tensor_parallel", generator.traits.tensor_parallel) <= 2 * cores
+        if replicas * way.get("tensor_parallel", generator.traits.split.tensor_parallel)
+        <= 2 * cores
         for ranks in counts
         if ranks % unit == 0
     ]

@@ -95,13 +95,13 @@ def changes(graph: Graph, candidate: Candidate, devices: Devices) -> Iterator[Ch
     ]
     slots = getattr(generator, "slots", None)
     tried += [{"slots": 2 * slots}] if slots else []
-    unit = generator.traits.tensor_parallel
+    unit = generator.traits.split.tensor_parallel
     for knobs in tried:
         ranks = knobs.get("tensor_parallel", unit)
         if candidate.gpus and candidate.count(generator.name) % ranks:
             continue
         yield from _with(now, generator, knobs)
-    if trainer.traits.gradient_checkpointing:
+    if trainer.traits.training.gradient_checkpointing:
         yield from _with(now, trainer, {"gradient_checkpointing": False})
     if not candidate.gpus:
         more = candidate.replicas.get(generator.name, 1) + 1

@@ -248,7 +248,7 @@ class LacksMemory:
         return any(
             self._need(graph, operator, candidate, ranks) > max(rooms)
             for operator, ranks in (
-                (generator, generator.traits.tensor_parallel),
+                (generator, generator.traits.split.tensor_parallel),
                 (trainer, candidate.count(trainer.name)),
             )
         )

@@ -112,32 +112,37 @@ def changes(graph: Graph) -> Iterator[Remedy]:
         for operator in graph.operators.values()
         if isinstance(operator, Generate) and operator.uses is not None
     ]
-    longest = max((generator.traits.max_tokens or 0 for generator in generators), default=0)
+    longest = max(
+        (generator.traits.sampling.max_tokens or 0 for generator in generators), default=0
+    )
     for trainer in trainers:
-        if not trainer.traits.gradient_checkpointing:
+        if not trainer.traits.training.gradient_checkpointing:
             yield from _knob(trainer, "gradient_checkpointing", True)
     models = {trainer.uses: trainer for trainer in trainers if trainer.uses is not None}
     for model, owner in models.items():
         if model.dtype == "float32":
             yield _model(model, owner, "dtype", "bfloat16")
     for trainer in trainers:
-        tokens = trainer.traits.micro_batch_tokens
+        tokens = trainer.traits.training.micro_batch_tokens
         for fewer in (tokens // 2, tokens // 4):
             if fewer >= max(_LEAST_TOKENS, longest):
                 yield from _knob(trainer, "micro_batch_tokens", fewer)
     for trainer in trainers:
-        if not trainer.traits.offloads:
+        if not trainer.traits.training.offloads:
             yield from _knob(trainer, "offload", True)
     for generator in generators:
         shorter = longest + _LEAST_TOKENS
-        if generator.traits.context_tokens is None or generator.traits.context_tokens > shorter:
+        if (
+            generator.traits.sampling.context_tokens is None
+            or generator.traits.sampling.context_tokens > shorter
+        ):
             yield from _knob(generator, "context_tokens", shorter)
     for model, owner in models.items():
         if model.lora is None:
             yield _model(model, owner, "lora", LoRA(16))
     for generator in generators:
         for ranks in (2, 4, 8):
-            if ranks > generator.traits.tensor_parallel:
+            if ranks > generator.traits.split.tensor_parallel:
                 yield from _knob(generator, "tensor_parallel", ranks)
 
 

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dataflow import Graph, GraphError, Model
-from dataflow.node import Traits
+from dataflow.node import Split, Traits
 from dataflow.planning.executors import EXECUTORS, RankSeat, choose, explain, obstacle
 from dataflow.planning.hosts import Devices
 from dataflow.planning.model_size import ModelSize
@@ -39,7 +39,9 @@ class DealtOut(FakeGenerator):
 
     @property
     def traits(self) -> Traits:
-        return dataclasses.replace(super().traits, tensor_parallel=self.tensor_parallel)
+        return dataclasses.replace(
+            super().traits, split=Split(tensor_parallel=self.tensor_parallel)
+        )
 
 
 def build(generator: FakeGenerator | None = None) -> Graph:

@@ -11,7 +11,7 @@ import pytest
 
 from dataflow import Devices, Graph, GraphError, Model, Plan, plan, scorer
 from dataflow.history.describe import plan_facts
-from dataflow.node import Traits
+from dataflow.node import Split, Traits
 from dataflow.planning.hosts import Host
 from dataflow.planning.model_size import ModelSize
 from dataflow.runner import make_plan
@@ -41,7 +41,9 @@ class DealtOut(FakeGenerator):
 
     @property
     def traits(self) -> Traits:
-        return dataclasses.replace(super().traits, tensor_parallel=self.tensor_parallel)
+        return dataclasses.replace(
+            super().traits, split=Split(tensor_parallel=self.tensor_parallel)
+        )
 
 
 def build(generator: FakeGenerator | None = None, max_staleness: int = 1) -> Graph:

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dataflow import Devices, Graph, Model, Plan, plan, scorer
-from dataflow.node import Traits
+from dataflow.node import Split, Traits
 from dataflow.planning.hosts import Host
 from dataflow.planning.model_size import ModelSize
 from dataflow.planning.seats import Fixed, Replica, Seat
@@ -35,7 +35,9 @@ class DealtOut(FakeGenerator):
 
     @property
     def traits(self) -> Traits:
-        return dataclasses.replace(super().traits, tensor_parallel=self.tensor_parallel)
+        return dataclasses.replace(
+            super().traits, split=Split(tensor_parallel=self.tensor_parallel)
+        )
 
 
 @dataclass(frozen=True, eq=False)

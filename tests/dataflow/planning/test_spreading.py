@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from rigs.spreading import POLICY, build
 
 from dataflow import Devices, GraphError, Plan, plan
+from dataflow.node import Split
 from dataflow.planning.hosts import Host
 from dataflow.planning.model_size import ModelSize
 from dataflow.planning.seats import Fixed, Seat, divisions
@@ -46,13 +47,13 @@ def test_one_that_fits_no_host_has_whole_hosts_in_a_row_each_with_neighbouring_r
 
 
 def test_copies_of_the_model_are_not_cut_where_another_number_of_hosts_has_them_whole() -> None:
-    assert divisions(12, 6, dp_replicate=3) == [3, 6, 2, 4]
+    assert divisions(12, 6, Split(dp_replicate=3)) == [3, 6, 2, 4]
     made = plan(build(dp_replicate=3), hosts(6, gpus=6), gpus={"trainer": 12})
     assert len(made.placements["trainer"].all_hosts) == 3, "four on each, though two hosts would do"
 
 
 def test_a_layer_is_cut_across_hosts_only_where_nothing_else_fits() -> None:
-    assert divisions(8, 8, tensor_parallel=4) == [2, 4, 8]
+    assert divisions(8, 8, Split(tensor_parallel=4)) == [2, 4, 8]
     whole = plan(build(tensor_parallel=2), hosts(4, gpus=3), gpus={"trainer": 4}).placements[
         "trainer"
     ]

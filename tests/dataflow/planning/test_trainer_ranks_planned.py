@@ -11,7 +11,7 @@ import pytest
 
 from dataflow import Graph, GraphError, Model
 from dataflow.app import main
-from dataflow.node import Traits
+from dataflow.node import Split, Traits
 from dataflow.planning.hosts import Devices
 from dataflow.planning.model_size import ModelSize
 from dataflow.planning.plan import Plan, plan
@@ -38,7 +38,8 @@ class Sharing(FakeTrainer):
     @property
     def traits(self) -> Traits:
         return dataclasses.replace(
-            super().traits, tensor_parallel=self.tensor_parallel, dp_replicate=self.dp_replicate
+            super().traits,
+            split=Split(tensor_parallel=self.tensor_parallel, dp_replicate=self.dp_replicate),
         )
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from dataflow import Graph, GraphError, Model
-from dataflow.node import Traits
+from dataflow.node import TrainingTraits, Traits
 from dataflow.planning.hosts import Devices
 from dataflow.planning.plan import Plan, plan
 from dataflow.testing import FakeGenerator, FakePrompts, FakeTrainer
@@ -32,7 +32,9 @@ class Wishing(FakeTrainer):
 
     @property
     def traits(self) -> Traits:
-        return dataclasses.replace(super().traits, copies_weights=self.copies, sleeps=True)
+        return dataclasses.replace(
+            super().traits, training=TrainingTraits(copies_weights=self.copies), sleeps=True
+        )
 
 
 @dataclass(frozen=True, eq=False)
