@@ -55,7 +55,7 @@ from dataflow.planning.plan import Plan
 from dataflow.planning.this_machine import this_machine as this_machine
 from dataflow.records import GROUP_ID, MESSAGE_BYTES, POSITION, schema
 from dataflow.runs.notebook import html_of
-from dataflow.runtime import Batch, Context, Runtime
+from dataflow.runtime import Batch, Context, RunSettings, Runtime
 from dataflow.scheduler import orphans, scaling
 from dataflow.scheduler.execute import InlineRun, RunSpec, Times, execute, take
 from dataflow.scheduler.table import Table
@@ -349,12 +349,11 @@ def run(
             )
         settings = Settings(
             folder=str(folder.path),
-            seed=seed or 0,
-            steps=steps,
-            keep_steps=keep_steps,
+            run=RunSettings(
+                seed=seed or 0, steps=steps, keep_steps=keep_steps, limits=limits or Limits()
+            ),
             listen=listen,
             copies=copies,
-            limits=limits or Limits(),
             swaps=() if recorded is None else read_swaps(folder),
             changes=() if recorded is None else read_changes(folder),
         )
@@ -560,9 +559,9 @@ def _describe(
     how = {
         "command": [sys.executable, *sys.argv],
         **more,
-        "seed": settings.seed,
-        "steps": settings.steps,
-        KEEP: settings.keep_steps,
+        "seed": settings.run.seed,
+        "steps": settings.run.steps,
+        KEEP: settings.run.keep_steps,
         COPIES: settings.copies or None,
         "begun": time.time(),
         ENVIRONMENT: environment(this_machine()),
@@ -583,11 +582,11 @@ def _describe_again(
     """Put down how a run goes on, before it does."""
     facts = {ENVIRONMENT: environment(this_machine())}
     facts = {name: fact for name, fact in facts.items() if recorded.config.get(name) != fact}
-    again = {"at": time.time(), "from": begun.steps, "steps": settings.steps, **facts}
+    again = {"at": time.time(), "from": begun.steps, "steps": settings.run.steps, **facts}
     resumed = [*recorded.config.get("resumed", []), again]
     now = {
-        "steps": settings.steps,
-        KEEP: settings.keep_steps,
+        "steps": settings.run.steps,
+        KEEP: settings.run.keep_steps,
         COPIES: settings.copies or None,
         "resumed": resumed,
     }
@@ -619,7 +618,9 @@ def collect(stream: Stream[Any], *, rows: int, seed: int = 0) -> pa.Table:
     if rows < 1:
         raise GraphError(f"collect needs at least 1 row, but rows is {rows}; give a number above 0")
     graph, sink = _upstream(stream)
-    running = InlineRun(graph, make_plan(graph, one_process=True), Settings(folder="", seed=seed))
+    running = InlineRun(
+        graph, make_plan(graph, one_process=True), Settings(folder="", run=RunSettings(seed=seed))
+    )
     try:
         running.start()
         running.run(until=lambda: sink.count() >= rows)

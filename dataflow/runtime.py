@@ -57,7 +57,7 @@ class KnobsInForce:
     operator: Any
     """Its declaration with the values in force; a trainer's as it was declared."""
     bounds: Mapping[str, Bound]
-    """As `Context.bounds`; a trainer's as declared."""
+    """As `Context.graph.bounds`; a trainer's as declared."""
     changes: "tuple[KnobChange, ...]"
     """That concern it, in order; of a trainer also those of the bound that it sweeps by."""
 
@@ -159,36 +159,27 @@ class Runtime:
         """Give back what it holds."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Context:
-    """What a worker hands to `Operator.build`: everything a runtime may use of the world."""
+# What a runtime is told, by what it concerns.
 
-    node: str
-    rank: int = 0
-    """Which replica this is."""
-    replicas: int = 1
-    life: Life = Life()
-    """Of this process; its `attempt` above 0: it was started again in a run that went on
-    meanwhile."""
-    ranks: int = 1
-    """Processes that make up this replica; this one is the first, and starts the others."""
+
+@dataclass(frozen=True, kw_only=True)
+class RunSettings:
+    """What a run was started with, the same for all of its processes."""
+
     seed: int = 0
-    threads: int = 1
-    """CPU threads this worker may use."""
-    device: str = "cpu"
-    """cpu, or cuda:N."""
-    aside: Path | None = None
-    """Of one that has its devices in turn with other nodes, and sleeps between its turns
-    (`Runtime.sleep`): the folder in which it may put away what lies in main memory. None: its
-    devices are its own."""
-    turn_files: tuple[int, ...] = ()
-    """Of such a one: files that all of its processes keep open; its turn ends at the latest when
-    they have ended."""
     steps: int | None = None
     """Steps the run will make; None: until the prompts end."""
-    prompt_steps: int | None = None
-    """For a trainer: steps that its prompts are enough for, if none is dropped; None: no end is
-    known."""
+    keep_steps: int | None = None
+    """Of the last so many steps the rollouts are kept, beside what recovery and replay need; None:
+    of all."""
+    limits: Limits = field(default_factory=Limits)
+    """How long its processes wait for others."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class GraphFacts:
+    """What a node knows of the graph around it."""
+
     columns: Mapping[str, Columns] = field(default_factory=dict)
     """Columns of the rows that arrive, by source."""
     origins: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
@@ -203,35 +194,48 @@ class Context:
     feedback: Bound | None = None
     """Of the feedback edge that ends here: how far its weights may be behind, what their trainer
     consumes."""
-    changes: "tuple[KnobChange, ...]" = ()
-    """Of its knobs, made while the run went on, as `KnobsInForce.changes`."""
+    quantized: str | None = None
+    """The format in which the tensors of `Operator.quantized_tensors` arrive there; None: as the
+    others."""
     on_demand: bool = False
     """For sources: issue only the rounds that the control asks for (evaluation)."""
     takers: tuple[Any, ...] = ()
     """For sources: generators, and what reads demonstrations, that take its prompts as they are."""
     episodes: tuple[str, ...] = ()
     """For a generator: those that ask it for turns, each under its name as their source."""
-    folder: "RunFolder | None" = None
+    prompt_steps: int | None = None
+    """For a trainer: steps that its prompts are enough for, if none is dropped; None: no end is
+    known."""
     own_folder: str | None = None
     """Of a trainer in rollouts/ and checkpoints/, of an evaluation in rollouts/; None for the run's
     only one."""
-    keep_steps: int | None = None
-    """Of the last so many steps the rollouts are kept, beside what recovery and replay need; None:
-    of all."""
-    copies: "Copies | None" = None
-    """Where copies of a trainer's checkpoints go."""
-    ledger: "BaseLedger | None" = None
-    clock: Callable[[], float] = time.monotonic
-    """Seconds."""
-    limits: Limits = field(default_factory=Limits)
-    """How long it waits for others."""
-    spent: Callable[[], Mapping[str, float]] = dict
-    """How the node's time was spent so far: seconds by state, as `dataflow.worker.state_clock` has
-    them."""
-    log: Any = field(default_factory=_logger)
-    span: Span = untold
-    """`with context.span("optimizer"):` shows a stretch of a slice of work in the run's trace; few
-    names, no number."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DeviceShare:
+    """What a replica computes on."""
+
+    device: str = "cpu"
+    """cpu, or cuda:N."""
+    threads: int = 1
+    """CPU threads of each process."""
+    ranks: int = 1
+    """Processes that make up this replica; this one is the first, and starts the others."""
+    places: "RankPlaces | None" = None
+    """Of ranks that the plan has spread over several hosts: where each is."""
+    aside: Path | None = None
+    """Of one that has its devices in turn with other nodes, and sleeps between its turns
+    (`Runtime.sleep`): the folder in which it may put away what lies in main memory. None: its
+    devices are its own."""
+    turn_files: tuple[int, ...] = ()
+    """Of such a one: files that all of its processes keep open; its turn ends at the latest when
+    they have ended."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class WeightEnds:
+    """The ends of weight lines that a node may open."""
+
     writer: Callable[[Mapping[str, Any]], WeightsOut] | None = None
     """For a trainer: opens the weight plane for these tensors; None when nobody reads them. An
     `OpensWriter` where the trainer may have several ranks."""
@@ -242,8 +246,34 @@ class Context:
     reader: Callable[[Mapping[str, Any]], WeightsIn] | None = None
     """For a reader of trained weights: attaches these tensors; None when the model is frozen. An
     `OpensWeights` where other ranks may take versions themselves."""
-    quantized: str | None = None
-    """The format in which the tensors of `Operator.quantized_tensors` arrive there; None: as the
-    others."""
-    places: "RankPlaces | None" = None
-    """Of ranks that the plan has spread over several hosts: where each is."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Context:
+    """What a worker hands to `Operator.build`: everything a runtime may use of the world."""
+
+    node: str
+    replica: int = 0
+    """Its number among those of the node."""
+    life: Life = Life()
+    """Of this process; its `attempt` above 0: it was started again in a run that went on
+    meanwhile."""
+    run: RunSettings = field(default_factory=RunSettings)
+    graph: GraphFacts = field(default_factory=GraphFacts)
+    devices: DeviceShare = field(default_factory=DeviceShare)
+    weights: WeightEnds = field(default_factory=WeightEnds)
+    changes: "tuple[KnobChange, ...]" = ()
+    """Of its knobs, made while the run went on, as `KnobsInForce.changes`."""
+    folder: "RunFolder | None" = None
+    copies: "Copies | None" = None
+    """Where copies of a trainer's checkpoints go."""
+    ledger: "BaseLedger | None" = None
+    clock: Callable[[], float] = time.monotonic
+    """Seconds."""
+    spent: Callable[[], Mapping[str, float]] = dict
+    """How the node's time was spent so far: seconds by state, as `dataflow.worker.state_clock` has
+    them."""
+    log: Any = field(default_factory=_logger)
+    span: Span = untold
+    """`with context.span("optimizer"):` shows a stretch of a slice of work in the run's trace; few
+    names, no number."""

@@ -175,7 +175,7 @@ class _Echo(_Sleeps):
                 for n, v in ragged.items()
             },
         }
-        columns = {**self._context.columns[batch.source], **ROLLOUT_COLUMNS}
+        columns = {**self._context.graph.columns[batch.source], **ROLLOUT_COLUMNS}
         arrays = [generated[n] if n in generated else rows.column(n) for n in columns]
         batch.ack()
         return [Batch(batch.source, pa.RecordBatch.from_arrays(arrays, schema=schema(columns)))]
@@ -254,7 +254,7 @@ class _Count(_Sleeps):
 
     def work(self) -> list[Batch] | None:
         if self._knobs.is_behind:
-            self._knobs.take(self._step + 1, next(iter(self._context.bounds.values()), None))
+            self._knobs.take(self._step + 1, next(iter(self._context.graph.bounds.values()), None))
         self._answered = self._asked
         groups = self._wanted()
         if not groups or not self._awake:
@@ -263,7 +263,7 @@ class _Count(_Sleeps):
         rows = [self._groups.pop(group) for group in groups]
         context = self._context
         if context.folder is not None and context.ledger is not None:
-            context.folder.rollouts_of(context.own_folder).write(self._step, rows)
+            context.folder.rollouts_of(context.graph.own_folder).write(self._step, rows)
             context.ledger.commit_step(
                 node=context.node,
                 step=self._step,
@@ -284,7 +284,7 @@ class _Count(_Sleeps):
     @property
     def _is_last(self) -> bool:
         """Whether the run has made its last step, maybe before this process began."""
-        return self._context.steps is not None and self._step >= self._context.steps
+        return self._context.run.steps is not None and self._step >= self._context.run.steps
 
     def pending(self) -> int:
         return len(self._wanted())

@@ -119,9 +119,9 @@ class EvaluateRuntime(Runtime):
         """By source: what has come of rounds that are open."""
         if context.folder is not None and context.ledger is not None:
             files = context.folder.finished(context.node)
-            for source in context.columns:
+            for source in context.graph.columns:
                 self._kept[source] = Finished(
-                    files, source, replica=context.rank, attempt=context.life.attempt
+                    files, source, replica=context.replica, attempt=context.life.attempt
                 )
                 self._find(
                     source,
@@ -188,7 +188,7 @@ class EvaluateRuntime(Runtime):
         try:
             context.folder.append_metrics(
                 self._metrics(
-                    step, context.folder.rollouts_of(context.own_folder).read_evaluation(step)
+                    step, context.folder.rollouts_of(context.graph.own_folder).read_evaluation(step)
                 )
             )
         except RunFolderError as error:
@@ -222,7 +222,7 @@ class EvaluateRuntime(Runtime):
         sources = self._rounds[step]
         return all(
             source in sources and sources[source].is_complete
-            for source in self._context.columns or sources
+            for source in self._context.graph.columns or sources
         )
 
     def _held(self, step: int) -> int:
@@ -238,20 +238,20 @@ class EvaluateRuntime(Runtime):
         )
         metrics = self._metrics(step, table)
         if context.folder is not None:
-            context.folder.rollouts_of(context.own_folder).write_evaluation(step, table)
+            context.folder.rollouts_of(context.graph.own_folder).write_evaluation(step, table)
         if context.ledger is not None:
             groups = {source: sorted(of_source.groups) for source, of_source in sources.items()}
             context.ledger.commit_round(context.node, step, groups)
         if context.folder is not None:
             context.folder.append_metrics(metrics)
         if (
-            context.keep_steps is not None
+            context.run.keep_steps is not None
             and context.folder is not None
             and context.ledger is not None
         ):
             from dataflow.folder import retention
 
-            upto = step - max(1, context.keep_steps)
+            upto = step - max(1, context.run.keep_steps)
             retention.remove(
                 context.folder,
                 context.ledger,
@@ -259,7 +259,7 @@ class EvaluateRuntime(Runtime):
                 upto,
                 kind="eval",
                 log=context.log,
-                own=context.own_folder,
+                own=context.graph.own_folder,
             )
         for source, file in self._kept.items():
             for group in sources[source].groups:

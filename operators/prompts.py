@@ -85,19 +85,21 @@ class PromptRuntime(Runtime):
         """
         self._notice = notice
         self._source = name
-        self._seed = None if shuffle_seed is None else shuffle_seed + context.seed
+        self._seed = None if shuffle_seed is None else shuffle_seed + context.run.seed
         self._group_size = group_size or 0
         self._table = table
         self._dropped_rows = report.dropped
         self._ledger = context.ledger
-        self._on_demand = context.on_demand
+        self._on_demand = context.graph.on_demand
         self._next = 0 if context.ledger is None else context.ledger.next_group_id(self._source)
         self._again: deque[int] | None = None
         """Groups to be issued once more, in order; None: before its first work, when every node is
         ready."""
         self._last = None if epochs is None else epochs * len(table)
-        bound = context.bounds.get(self._source)
-        steps = None if bound is None else bound.steps if bound.steps is not None else context.steps
+        bound = context.graph.bounds.get(self._source)
+        steps = (
+            None if bound is None else bound.steps if bound.steps is not None else context.run.steps
+        )
         self._needed = None if bound is None or steps is None else steps * bound.prompts_per_step
         self._dropped_groups = 0
         self._is_draining = False
@@ -453,7 +455,7 @@ class Prompts(Source):
             skipped=report.skipped,
             equal_to_another=report.duplicates,
         )
-        notices = [text for taker in context.takers if (text := self._too_long(taker, table))]
+        notices = [text for taker in context.graph.takers if (text := self._too_long(taker, table))]
         for text in notices:
             context.log.warning("prompts are too long", source=self.name, said=text)
         return PromptRuntime(

@@ -149,7 +149,7 @@ class Driven:
 def ours(setting: Setting) -> System:
     """Our engine, made as the generator makes it."""
     from dataflow.model import Model
-    from dataflow.runtime import Context
+    from dataflow.runtime import Context, DeviceShare
     from operators.engine.build import make_engine
     from operators.generator import Generator
 
@@ -159,7 +159,9 @@ def ours(setting: Setting) -> System:
         context_tokens=CONTEXT_TOKENS,
     )
     return Driven(
-        make_engine(generator, Context(node="bench", threads=setting.threads)).engine,
+        make_engine(
+            generator, Context(node="bench", devices=DeviceShare(threads=setting.threads))
+        ).engine,
         setting.threads,
         "",
     )

@@ -94,7 +94,7 @@ class Generating:
     ) -> None:
         """Build it and wait for the first version. Raises TimeoutError."""
         from dataflow.model import Model
-        from dataflow.runtime import Context
+        from dataflow.runtime import Context, DeviceShare, WeightEnds
         from operators.generator import Generator
         from transport.weights import WeightReader
 
@@ -110,7 +110,13 @@ class Generating:
             slots=load.in_flight,
             context_tokens=CONTEXT_TOKENS,
         )
-        self._runtime = declaration.build(Context(node="generator", threads=threads, reader=reader))
+        self._runtime = declaration.build(
+            Context(
+                node="generator",
+                devices=DeviceShare(threads=threads),
+                weights=WeightEnds(reader=reader),
+            )
+        )
         self._issued = 0
 
     def run(self, load: Load) -> tuple[int, float, int]:

@@ -17,7 +17,7 @@ import torch
 from bench.real.task import Task
 from bench.report import Figure
 from dataflow.records import AnyArray
-from dataflow.runtime import Context
+from dataflow.runtime import Context, DeviceShare
 from operators import Generator
 from operators.engine.interface import PromptStart
 
@@ -61,7 +61,7 @@ class EngineStep:
         from operators.engine.build import build_native, make_engine
         from operators.models.loading import load_merged
 
-        context = Context(node="bench", threads=threads)
+        context = Context(node="bench", devices=DeviceShare(threads=threads))
         if layers is None:
             built = make_engine(generator, context)
         else:

@@ -10,6 +10,7 @@ from typing import Any, Literal
 from dataflow.node import Generate, Learn, Operator, Stream
 from dataflow.planning.plan import Plan, bounds_of
 from dataflow.records import TURN_ANSWER, TURN_REQUEST, Columns, version_column
+from dataflow.runtime import GraphFacts
 from dataflow.scorer import Scorer
 from dataflow.staleness import Bound, capacity
 from dataflow.structure import (
@@ -173,8 +174,8 @@ def _longest_step(graph: Structure, source: str) -> int:
     )
 
 
-def context_facts(graph: Structure, plan: Plan, node: str, replica: int = 0) -> dict[str, object]:
-    """What the Context of a node, in one of its replicas, says of the graph around it."""
+def graph_around(graph: Structure, plan: Plan, node: str) -> GraphFacts:
+    """What a node knows of the graph around it."""
     operator = graph.operators[node]
     columns: dict[str, Columns] = {}
     origins: dict[str, tuple[str, ...]] = {}
@@ -187,30 +188,26 @@ def context_facts(graph: Structure, plan: Plan, node: str, replica: int = 0) -> 
         for feedback in graph.feedbacks
         if feedback.reader.name == node and feedback.refresh is None
     ]
-    return {
-        "node": node,
-        "columns": columns,
-        "origins": origins,
-        "scores": _scores(graph, columns),
-        "forwards": _forwards(graph, columns),
-        "bounds": bounds_at(graph, plan, operator),
-        "feedback": _feedback(graph, node),
-        "episodes": tuple(episode.name for episode in episodes_of(graph, node)),
-        "takers": tuple(
+    return GraphFacts(
+        columns=columns,
+        origins=origins,
+        scores=_scores(graph, columns),
+        forwards=_forwards(graph, columns),
+        bounds=bounds_at(graph, plan, operator),
+        feedback=_feedback(graph, node),
+        episodes=tuple(episode.name for episode in episodes_of(graph, node)),
+        takers=tuple(
             call.operator
             for call in graph.calls
             if call.output.source == node
             and isinstance(call.operator, Generate)
             and call.operator.asks is None
         ),
-        "own_folder": own_folder(graph, node),
-        "prompt_steps": _prompt_steps(graph, operator),
-        "on_demand": operator.name in plan.on_demand,
-        "threads": plan.placements[node].threads_of(replica),
-        "replicas": plan.placements[node].replicas,
-        "ranks": plan.placements[node].ranks,
-        "quantized": quantized_format(graph, trainers[0]) if trainers else None,
-    }
+        own_folder=own_folder(graph, node),
+        prompt_steps=_prompt_steps(graph, operator),
+        on_demand=operator.name in plan.on_demand,
+        quantized=quantized_format(graph, trainers[0]) if trainers else None,
+    )
 
 
 def _scores(graph: Structure, columns: Mapping[str, Columns]) -> dict[str, str]:

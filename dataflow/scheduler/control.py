@@ -219,7 +219,7 @@ class Scheduler:
         of the settings when None. snapshot: of the scheduler before, whose workers the server
         has. standby: as `ControlServer` has it.
         """
-        limits = limits or settings.limits
+        limits = limits or settings.run.limits
         self._clock = clock
         self.table = Table(
             graph=graph, plan=plan, limits=limits, folder=settings.folder, watched_at=clock()
@@ -256,7 +256,9 @@ class Scheduler:
         )
         if snapshot is not None:
             self.table.take_up(snapshot["table"])
-        self._settings = dataclasses.replace(settings, keys=keys, limits=limits)
+        self._settings = dataclasses.replace(
+            settings, keys=keys, run=dataclasses.replace(settings.run, limits=limits)
+        )
         self._server, self.check = server, server.check
         self.table.scheduler = server.number
         self.snapshot = SnapshotFile(

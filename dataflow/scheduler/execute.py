@@ -66,7 +66,11 @@ class InlineRun:
     """
 
     def __init__(self, graph: Graph, plan: Plan, settings: Settings) -> None:
-        self.state, self._limits, self._wish = RunStateMachine(graph, plan), settings.limits, False
+        self.state, self._limits, self._wish = (
+            RunStateMachine(graph, plan),
+            settings.run.limits,
+            False,
+        )
         self._ports = Ports(
             roomiest(graph, settings.changes), plan, list(graph.operators), settings
         )
@@ -309,9 +313,11 @@ def execute(run: RunSpec) -> TrainingResult:
     notices: list[str] = []
     folder = RunFolder.open(run.settings.folder, Extras(notices.append))
     clock = RunClock(0.0 if run.takeover is None else run.takeover.away_s)
-    watch = ProgressWatch(run.graph, run.plan, folder, run.settings.steps, clock, run.begun.steps)
+    watch = ProgressWatch(
+        run.graph, run.plan, folder, run.settings.run.steps, clock, run.begun.steps
+    )
     times = Times(folder, run.begun)
-    following = TrackersOfRun(folder, run.track, run.settings.limits)
+    following = TrackersOfRun(folder, run.track, run.settings.run.limits)
     notices += following.look()
     try:
         with _told_if_it_fails(times, watch):

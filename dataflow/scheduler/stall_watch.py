@@ -90,7 +90,7 @@ class StallWatch:
             "phase": self._table.run.phase,
             "draining": self._table.run.draining,
             "step": self._table.run.step,
-            "steps": self._settings.steps,
+            "steps": self._settings.run.steps,
             "still_s": self._still.still_s,
             "workers": {record.name: _plain(record, now) for record in self._table},
             "history": self._history.plain(now),

@@ -38,8 +38,8 @@ class JoinRuntime(Runtime):
     """
 
     def __init__(self, context: Context) -> None:
-        self._origins = context.origins
-        self._columns = context.columns
+        self._origins = context.graph.origins
+        self._columns = context.graph.columns
         self._parts: dict[tuple[str, int], dict[str, tuple[pa.RecordBatch, Batch]]] = (
             collections.defaultdict(dict)
         )

@@ -23,11 +23,10 @@ from dataflow.folder.run_folder import RunFolder
 from dataflow.folder.socket_folder import Whereabouts
 from dataflow.folder.trace import Trace
 from dataflow.graph import Graph
-from dataflow.limits import Limits
 from dataflow.node import Generate
 from dataflow.planning.plan import Plan
-from dataflow.planning.wiring import Edge, context_facts, edges, marks
-from dataflow.runtime import Context, Runtime
+from dataflow.planning.wiring import Edge, edges, graph_around, marks
+from dataflow.runtime import Context, DeviceShare, RunSettings, Runtime, WeightEnds
 from dataflow.scorer import Scorer
 from dataflow.structure import readers_of, refreshes_of, sinks_of
 from dataflow.system.log import node_log
@@ -46,11 +45,7 @@ class Settings:
 
     folder: str
     """The run folder; empty: keep no ledger, metrics or rollouts."""
-    seed: int = 0
-    steps: int | None = None
-    """Steps the run will make; None: until the prompts end."""
-    keep_steps: int | None = None
-    """As `Context` has it."""
+    run: RunSettings = field(default_factory=RunSettings)
     copies: Copies | None = None
     """Where copies of checkpoints go; None: nowhere."""
     worker: str = "inline"
@@ -88,8 +83,6 @@ class Settings:
     at: Mapping[str, str] = field(default_factory=dict)
     """By edge that ends here, and by weight line and executor (`trainer.gloo`), where the attempt
     before listened."""
-    limits: Limits = field(default_factory=Limits)
-    """Seconds that it waits for others."""
     swaps: tuple[Swap, ...] = ()
     """Operators of this worker that took the place of those in the graph, one of a node."""
     changes: tuple[KnobChange, ...] = ()
@@ -177,7 +170,7 @@ class NodeLoops:
             in_turn = (
                 contextlib.nullcontext()
                 if turns is None
-                else turns.building(self.settings.limits.start_s)
+                else turns.building(self.settings.run.limits.start_s)
             )
             with boundary(name, "starting"), in_turn:
                 operator = self._changed.knobs(self.graph, name).operator
@@ -358,35 +351,40 @@ class NodeLoops:
         self.at, self.at_since = node, time.monotonic()
 
     def _context(self, name: str) -> Context:
-        facts: dict[str, Any] = context_facts(self.graph, self.plan, name, self.settings.replica)
+        settings, placement = self.settings, self.plan.placements[name]
         knobs = self._changed.knobs(self.graph, name)
-        facts |= {"bounds": knobs.bounds, "changes": knobs.changes}
         reads = [f for f in self.graph.feedbacks if f.reader.name == name]
+        around = graph_around(self.graph, self.plan, name)
         return Context(
-            **facts,
-            rank=self.settings.replica,
-            life=self.settings.life,
-            seed=self.settings.seed,
-            steps=self.settings.steps,
-            keep_steps=self.settings.keep_steps,
-            device=self._device(name),
-            aside=self._aside(name),
-            turn_files=self._taking_turns[name].files if name in self._taking_turns else (),
+            node=name,
+            replica=settings.replica,
+            life=settings.life,
+            run=settings.run,
+            graph=dataclasses.replace(around, bounds=knobs.bounds),
+            devices=DeviceShare(
+                device=self._device(name),
+                threads=placement.threads_of(settings.replica),
+                ranks=placement.ranks,
+                places=self._places,
+                aside=self._aside(name),
+                turn_files=self._taking_turns[name].files if name in self._taking_turns else (),
+            ),
+            weights=WeightEnds(
+                writer=self._writer_of(name, None) if readers_of(self.graph, name) else None,
+                refreshers={
+                    refresh: self._writer_of(name, refresh)
+                    for refresh in refreshes_of(self.graph, name)
+                },
+                reader=self._reader_of(reads[0].weights.trainer.name, name) if reads else None,
+            ),
+            changes=knobs.changes,
             folder=self.folder,
-            copies=self.settings.copies,
+            copies=settings.copies,
             ledger=self.ledger,
-            limits=self.settings.limits,
             clock=self._clock,
             spent=lambda: self.loops[name].spent()["seconds"] if name in self.loops else {},
             log=node_log(name),
             span=partial(self._trace.within, name),
-            writer=self._writer_of(name, None) if readers_of(self.graph, name) else None,
-            refreshers={
-                refresh: self._writer_of(name, refresh)
-                for refresh in refreshes_of(self.graph, name)
-            },
-            reader=self._reader_of(reads[0].weights.trainer.name, name) if reads else None,
-            places=self._places,
         )
 
     def _marks(self, name: str, sources: Iterable[str]) -> dict[str, Callable[[list[int]], None]]:
@@ -413,7 +411,7 @@ def open_ledger(folder: RunFolder, settings: Settings) -> BaseLedger:
         worker=f"{settings.worker}-{settings.replica}",
         life=settings.life,
         keys=RunKeys.from_plain(settings.keys),
-        patience_s=settings.limits.adopt_s,
+        patience_s=settings.run.limits.adopt_s,
         seek=partial(_seek_ledger, settings.sockets),
         disk=settings.disk,
         copies=settings.copies,

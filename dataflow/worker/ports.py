@@ -149,7 +149,7 @@ class Ports:
                     network=self._to_send,
                     most_rows=edge.most_rows,
                     slack_rows=edge.slack_rows,
-                    peer_timeout_s=self._settings.limits.return_s,
+                    peer_timeout_s=self._settings.run.limits.return_s,
                     clock=self._clock,
                     counts=self._counts.edges[edge.name],
                 )
@@ -226,7 +226,7 @@ class Ports:
         """
         ranks = self._plan.placements[trainer].ranks
         sites = self._lines.sites_of(trainer, refresh)
-        device, limits = self._settings.device, self._settings.limits
+        device, limits = self._settings.device, self._settings.run.limits
         attempt, listeners = self._settings.life.attempt, self._lines.listeners
         if ranks > 1:
             encoding = self._encoding(trainer, refresh).to_plain()
@@ -284,7 +284,7 @@ class Ports:
                 settings.device,
                 tensors,
                 slices,
-                limits=settings.limits,
+                limits=settings.run.limits,
                 attempt=settings.life.attempt,
                 hubs=self._hubs,
             )

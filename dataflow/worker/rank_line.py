@@ -26,8 +26,8 @@ from zmq.utils.monitor import recv_monitor_message
 
 from dataflow.graph import Graph
 from dataflow.planning.plan import Plan
-from dataflow.planning.wiring import context_facts
-from dataflow.runtime import Context
+from dataflow.planning.wiring import graph_around
+from dataflow.runtime import Context, DeviceShare
 from dataflow.system.child import Child, fork
 from dataflow.system.log import node_log
 from dataflow.system.messages import Life, MessageError
@@ -408,16 +408,19 @@ def places_of(settings: Settings, **given: Any) -> RankPlaces | None:
 
 def context_of(graph: Graph, plan: Plan, settings: Settings, node: str) -> Context:
     """What a rank here may use: rank 0 has the ledger and all edges."""
-    facts: dict[str, Any] = context_facts(graph, plan, node, settings.replica)
+    placement = plan.placements[node]
     return Context(
-        **facts,
-        rank=settings.replica,
+        node=node,
+        replica=settings.replica,
         life=settings.life,
-        seed=settings.seed,
-        steps=settings.steps,
-        limits=settings.limits,
+        run=settings.run,
+        graph=graph_around(graph, plan, node),
+        devices=DeviceShare(
+            threads=placement.threads_of(settings.replica),
+            ranks=placement.ranks,
+            places=places_of(settings),
+        ),
         log=node_log(node),
-        places=places_of(settings),
     )
 
 
@@ -453,17 +456,15 @@ class RankHost:
 
     def run(self) -> int:
         """Serve rank 0 until it ends; the exit status."""
+        start_s = self._settings.run.limits.start_s
         self._say(messages.Here(life=self._settings.life, host=self._settings.host))
         while not self._is_over:
             self._turn()
-            if (
-                not self._was_connected
-                and time.monotonic() - self._began > self._settings.limits.start_s
-            ):
+            if not self._was_connected and time.monotonic() - self._began > start_s:
                 print(
                     f"rank 0 of '{self._settings.worker}' did not answer at"
-                    f" {self._settings.ranks_at} within {self._settings.limits.start_s:.0f} s; see"
-                    " that this host reaches that address",
+                    f" {self._settings.ranks_at} within {start_s:.0f} s; see that this host reaches"
+                    " that address",
                     file=sys.stderr,
                 )
                 return 1

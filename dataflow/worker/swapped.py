@@ -26,7 +26,7 @@ from dataflow.folder.live_changes import Swap
 from dataflow.graph import Graph
 from dataflow.node import Operator
 from dataflow.planning.plan import Plan
-from dataflow.planning.wiring import context_facts, edges
+from dataflow.planning.wiring import edges, graph_around
 from dataflow.records import Columns
 from dataflow.runtime import Context
 from dataflow.scorer import Keep, Scorer, adapt, split_form
@@ -289,6 +289,6 @@ def tried(graph: Graph, plan: Plan, request: Swap) -> Swap:
     """
     swap = find(request)
     operator = fit(graph, swap, load(swap)).operators[swap.node]
-    facts: dict[str, Any] = context_facts(graph, plan, swap.node)
-    operator.build(Context(log=structlog.get_logger(), **facts)).close()
+    around = graph_around(graph, plan, swap.node)
+    operator.build(Context(node=swap.node, graph=around, log=structlog.get_logger())).close()
     return replace(swap, knobs=knobs_of(operator))

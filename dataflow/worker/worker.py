@@ -72,7 +72,7 @@ def main(graph: Graph, plan: Plan, plain: Mapping[str, Any]) -> int:
         orphaned=left_alone.set,
         found=left_alone.clear,
         seek=partial(_seek, settings),
-        patience_s=max(_LEAST_PATIENCE_S, settings.limits.adopt_s),
+        patience_s=max(_LEAST_PATIENCE_S, settings.run.limits.adopt_s),
         keys=RunKeys.from_plain(settings.keys),
         clock=clock,
     )
@@ -320,7 +320,7 @@ class Worker:
             structlog.get_logger(worker=self._name).warning(
                 "no scheduler is there any more: coming to an end"
             )
-            self._ends_at = self._clock() + self._settings.limits.drain_s
+            self._ends_at = self._clock() + self._settings.run.limits.drain_s
             for node in self._who_drains():
                 self._host.tell(node, {"drain": True})
         elif not trainers and not self._left_alone.is_set():
@@ -348,7 +348,7 @@ class Worker:
 
     def _wait_for(self, kind: type[M]) -> M:
         """A message that comes when all workers have started."""
-        deadline_s = self._settings.limits.start_s
+        deadline_s = self._settings.run.limits.start_s
         deadline = self._clock() + deadline_s
         while self._clock() < deadline:
             self._link.socket.poll(100)

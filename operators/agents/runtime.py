@@ -245,7 +245,7 @@ class AgentsRuntime(EpisodesRuntime):
             self._endpoint.root,
             self._endpoint.forget,
             decode,
-            start_s=context.limits.start_s,
+            start_s=context.run.limits.start_s,
             clock=context.clock,
         )
         super().__init__(agent, context, lambda box: self._programs)

@@ -281,27 +281,27 @@ def build_native(
     `model`: loaded already. `sliced`: where it is one rank's slices, how they are quantised.
     `merged`: what brings adapters into it.
     """
-    if context.device == "cpu":
-        torch.set_num_threads(context.threads)
+    if context.devices.device == "cpu":
+        torch.set_num_threads(context.devices.threads)
     intake: Merged | Intake | None = merged
     if model is None:
-        model, intake = load_merged(declaration.model, device=context.device)
+        model, intake = load_merged(declaration.model, device=context.devices.device)
     context_tokens = context_tokens_of(declaration, model.config)
     tokenizer = load_tokenizer(declaration.model)
     adopt: Literal["view", "copy"] = (
-        "view" if context.device == "cpu" and sliced is None else "copy"
+        "view" if context.devices.device == "cpu" and sliced is None else "copy"
     )
     if declaration.weights == "bfloat16":
         intake = cast(model, torch.bfloat16, adopt=adopt)
     tested = adapt(model, declaration.model.name, context_tokens)
-    if declaration.compile and context.device != "cpu":
+    if declaration.compile and context.devices.device != "cpu":
         fuse_layers(model)
     if declaration.weights != "model" and declaration.weights != "bfloat16":
         intake = quantise(
             model,
             declaration.weights,
             adopt=adopt,
-            arrives_quantised=context.quantized is not None,
+            arrives_quantised=context.graph.quantized is not None,
             sliced=sliced,
         )
     vocabulary = int(model.get_output_embeddings().weight.shape[0])  # type: ignore[operator]

@@ -347,11 +347,11 @@ def turn_files_of(context: Context) -> dict[str, TurnFiles]:
         source: TurnFiles(
             folder.finished(context.node),
             source,
-            replica=context.rank,
+            replica=context.replica,
             attempt=context.life.attempt,
             waited_for=partial(in_flight, ledger, source, folder),
         )
-        for source in context.columns
+        for source in context.graph.columns
     }
 
 

@@ -185,7 +185,8 @@ class EpisodesRuntime(Runtime):
     def room(self) -> int:
         """Prompts it would take now."""
         return prompt_room(
-            self._at_once, (self._of_source.get(source, 0) for source in self._context.columns)
+            self._at_once,
+            (self._of_source.get(source, 0) for source in self._context.graph.columns),
         )
 
     def push(self, batch: Batch) -> None:
@@ -285,7 +286,7 @@ class EpisodesRuntime(Runtime):
     def _made(
         self, group: PromptGroup, position: int, read: pa.RecordBatch, begin: Begin
     ) -> LiveEpisode:
-        key = f"{self._context.seed}/{group.source}/{group.group_id}/{position}"
+        key = f"{self._context.run.seed}/{group.source}/{group.group_id}/{position}"
         most, turns = self._episode.max_tokens or UNBOUNDED, self._episode.max_turns
         talk = RolloutConversations(key=key, max_turns=turns, max_tokens=most, begin=begin)
         return LiveEpisode(group, position, talk, row_bytes(read.slice(group.row, 1)))
@@ -332,7 +333,9 @@ class EpisodesRuntime(Runtime):
         self._worlds.tell(query, told(text))
 
     def _mark(self, group: PromptGroup) -> int:
-        return mark_of_prompt(f"{self._context.seed}/{group.source}/{group.group_id}", group.prompt)
+        return mark_of_prompt(
+            f"{self._context.run.seed}/{group.source}/{group.group_id}", group.prompt
+        )
 
     def _recall(self, group: PromptGroup, episodes: Sequence[LiveEpisode]) -> None:
         """Let episodes begin with what an earlier process kept of them."""
@@ -345,7 +348,7 @@ class EpisodesRuntime(Runtime):
 
     def _await(self, episode: LiveEpisode) -> None:
         source, self._numbered = episode.group.source, self._numbered + 1
-        is_bound = source in self._context.bounds
+        is_bound = source in self._context.graph.bounds
         heapq.heappush(
             self._waiting,
             (is_bound, episode.group.group_id, episode.position, self._numbered, episode),

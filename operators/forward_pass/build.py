@@ -162,13 +162,15 @@ class ForwardRuntime(Runtime):
         """
         self._declaration, self._context, self._reading = declaration, context, reading
         self._merged, self._led = merged, led
-        self._own = context.feedback and replace(context.feedback, steps=context.steps)
+        self._own = context.graph.feedback and replace(
+            context.graph.feedback, steps=context.run.steps
+        )
         self._model: torch.nn.Module = reading.forward.module
         attached = dict(self._model.named_parameters()) if merged is None else merged.tensors
-        self._trained = context.reader is not None
-        reader = context.reader(attached) if context.reader else None
+        self._trained = context.weights.reader is not None
+        reader = context.weights.reader(attached) if context.weights.reader else None
         ranks = None if led is None else led.ranks
-        self._weights = ReadWeights(reader, attached, context.aside, ranks, context.span)
+        self._weights = ReadWeights(reader, attached, context.devices.aside, ranks, context.span)
         self._awake = True
         """Whether it has the memory of its devices."""
         self._waiting: collections.deque[_Group] = collections.deque()
@@ -286,7 +288,7 @@ class ForwardRuntime(Runtime):
 
     def _due(self) -> bool:
         """Whether some group is."""
-        versions, bounds = self._known(), self._context.bounds
+        versions, bounds = self._known(), self._context.graph.bounds
         return any(
             is_due(group.group_id, group.newest, versions, bounds.get(group.source), self._own)
             for group in self._waiting
@@ -296,7 +298,7 @@ class ForwardRuntime(Runtime):
         """Groups of one source and temperature that are due, up to a micro-batch, taken from the
         queue.
         """
-        versions, bounds = self._known(), self._context.bounds
+        versions, bounds = self._known(), self._context.graph.bounds
         chosen: list[_Group] = []
         cost = 0
         for group in self._waiting:
@@ -388,12 +390,12 @@ class ForwardRuntime(Runtime):
         return Batch(current.groups[0].source, rows)
 
     def _check_deadline(self) -> None:
-        wait_s = self._context.limits.slice_s
+        wait_s = self._context.run.limits.slice_s
         if not self._waiting or self._due() or self._context.clock() - self._moved <= wait_s:
             return
         versions, group = self._known(), self._waiting[0]
         source = group.source
-        version = needed(group.newest, self._context.bounds.get(source), self._own)
+        version = needed(group.newest, self._context.graph.bounds.get(source), self._own)
         raise DeadlineError(
             f"'{self._context.node}' waited {wait_s:.0f} s for version {version} of"
             f" '{self._declaration.model.name}', which group {group.group_id} of '{source}' needs"
@@ -437,14 +439,14 @@ def build(declaration: ForwardOperator, context: Context) -> ForwardRuntime:
     """Load model and tokenizer onto the device of `context`. Raises ModelError when they cannot be
     used.
     """
-    if context.device == "cpu":
-        torch.set_num_threads(context.threads)
-    if context.ranks > 1:
+    if context.devices.device == "cpu":
+        torch.set_num_threads(context.devices.threads)
+    if context.devices.ranks > 1:
         from operators.forward_pass.ranks import led
 
         reading, merged, context, forward = led(declaration, context)
         return ForwardRuntime(declaration, context, reading, merged, forward)
-    module, merged = load_merged(declaration.model, device=context.device)
+    module, merged = load_merged(declaration.model, device=context.devices.device)
     return ForwardRuntime(
         declaration, context, reading_of(declaration, context.node, module, is_alone=True), merged
     )

@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.distributed.tensor import Shard as ShardPlacement
 
 from dataflow.errors import RunError
-from dataflow.runtime import Context
+from dataflow.runtime import Context, WeightEnds
 from dataflow.system.messages import Channel, Message
 from dataflow.tokens.rollout_tokens import SamplingMask
 from dataflow.weight_ends import WeightsBeside
@@ -175,7 +175,7 @@ class LedForward:
 def led(
     declaration: ForwardOperator, context: Context
 ) -> tuple[Reading, Merged | None, Context, LedForward]:
-    """How an operator of `context.ranks` ranks asks its model, rank 0's adapters where it has some,
+    """How an operator of several ranks asks its model, rank 0's adapters where it has some,
     the context with a weight plane that all ranks read, and the forward pass of all ranks.
 
     This process is rank 0; on GPUs, rank r takes the r-th after this one's. The other ranks are
@@ -185,12 +185,12 @@ def led(
         ModelError: the model cannot be loaded or shared out.
         WorkerDied, DeadlineError: a rank did not start.
     """
-    ranks, limits, model = context.ranks, context.limits, declaration.model
-    heads, opens = key_value_heads(load_configs(model)[0]), opens_for_ranks(context.reader)
+    ranks, limits, model = context.devices.ranks, context.run.limits, declaration.model
+    heads, opens = key_value_heads(load_configs(model)[0]), opens_for_ranks(context.weights.reader)
 
     def joined(rank: int, folder: Path) -> TrainerMesh:
-        device = device_of(context.device, rank)
-        torch.set_num_threads(context.threads)
+        device = device_of(context.devices.device, rank)
+        torch.set_num_threads(context.devices.threads)
         group.join(folder, rank, ranks, device, limits.exchange_s)
         return make_mesh(device, ranks, tensor_parallel=ranks, key_value_heads=heads)
 
@@ -198,7 +198,7 @@ def led(
         def cut_up(module: torch.nn.Module) -> dict[str, Shard]:
             cut(module, mesh, model.name)
             ends = cut_ends(module, mesh["tp"])
-            shards = localized(module, device_of(context.device, rank))
+            shards = localized(module, device_of(context.devices.device, rank))
             gather_ends(ends, mesh["tp"])
             return shards
 
@@ -211,7 +211,7 @@ def led(
             def opened(own: SlicedModel) -> AbstractContextManager[WeightsBeside | None]:
                 tensors = {name: shard.local for name, shard in own.shards.items()}
                 device, site = (
-                    str(device_of(context.device, rank)),
+                    str(device_of(context.devices.device, rank)),
                     None if opens is None else opens.site,
                 )
                 slices = plain_pieces(own.shards)
@@ -227,11 +227,11 @@ def led(
                 )
 
             meet, load = functools.partial(joined, rank), functools.partial(loaded, rank)
-            follow(channel, rank, limits.exchange_s, meet, load, opened, context.aside)
+            follow(channel, rank, limits.exchange_s, meet, load, opened, context.devices.aside)
 
         return run_rank(end, CODEC, limits.exchange_s, work)
 
-    team = Team(context.node, ranks, forked(main, context.turn_files), limits, CODEC)
+    team = Team(context.node, ranks, forked(main, context.devices.turn_files), limits, CODEC)
     with team.starting():
         team.tell(Join(str(team.folder)))
         mesh = joined(0, team.folder)
@@ -243,7 +243,7 @@ def led(
     reading.forward = forward = LedForward(reading.forward, exchange)
     if opens is not None:
         reader = functools.partial(Leader, exchange, context.clock, opens, slices)
-        context = dataclasses.replace(context, reader=reader)
+        context = dataclasses.replace(context, weights=WeightEnds(reader=reader))
     return reading, own.merged, context, forward
 
 

@@ -501,12 +501,15 @@ def partial_rollouts_of(declaration: GeneratorKnobs, context: Context) -> Partia
         source: PartialRolloutFiles(
             folder.finished(context.node),
             source,
-            replica=context.rank,
+            replica=context.replica,
             attempt=context.life.attempt,
             waited_for=partial(in_flight, ledger, source, folder),
         )
-        for source in context.columns
+        for source in context.graph.columns
     }
     return PartialRollouts(
-        files, seed=context.seed, every=declaration.segment_tokens, masks=declaration.records_mask
+        files,
+        seed=context.run.seed,
+        every=declaration.segment_tokens,
+        masks=declaration.records_mask,
     )

@@ -195,16 +195,18 @@ class GeneratorRuntime(Runtime):
         options = declaration.chat_template_kwargs or {}
         self._template = ChatTemplate(built.tokenizer, **options) if declaration.chat else None
         self._context_tokens = self.engine.context_tokens
-        bounds = with_turns(context.bounds, context.episodes)
+        bounds = with_turns(context.graph.bounds, context.graph.episodes)
         self._admission: Admission[PromptGroup] = Admission(bounds, declaration.in_flight)
         reader: WeightsIn | None = None
         attached: Mapping[str, Any] = {}
         if built.reader is not None:
             reader = built.reader()
-        elif context.reader is not None:
+        elif context.weights.reader is not None:
             attached = self.engine.tensors
-            reader = context.reader(attached)
-        self._weights = ReadWeights(reader, attached, context.aside, built.ranks, context.span)
+            reader = context.weights.reader(attached)
+        self._weights = ReadWeights(
+            reader, attached, context.devices.aside, built.ranks, context.span
+        )
         self._told_dropped = 0
         self._tickets: dict[int, tuple[PromptGroup, int]] = {}
         self._next_ticket = 0
@@ -224,7 +226,7 @@ class GeneratorRuntime(Runtime):
         """Prompts it would take now; above 0 while any source that may arrive has no prompt
         waiting, turns aside.
         """
-        sources = {*self._context.columns, *no_turns([*self._admission.sources])}
+        sources = {*self._context.graph.columns, *no_turns([*self._admission.sources])}
         waiting = (len(self._admission.sources.get(source, ())) for source in sources)
         return prompt_room(self._declaration.slots, waiting)
 
@@ -240,7 +242,7 @@ class GeneratorRuntime(Runtime):
                 self._complete.append(group)
 
     def _arriving(self, batch: Batch) -> Iterator[PromptGroup]:
-        if batch.source in self._context.episodes:
+        if batch.source in self._context.graph.episodes:
             return turns_of(batch, self._context_tokens, self.engine.vocabulary, self._context.node)
         texts = batch.records.column(PROMPT).to_pylist()
         encoded = encode(
@@ -339,7 +341,7 @@ class GeneratorRuntime(Runtime):
         """For groups that start from now on; bounds at once."""
         self._declaration, self._admission.bounds = (
             knobs.operator,
-            with_turns(knobs.bounds, self._context.episodes),
+            with_turns(knobs.bounds, self._context.graph.episodes),
         )
         self._sampled.append(SampledWith.of(knobs.operator))
 
@@ -410,7 +412,7 @@ class GeneratorRuntime(Runtime):
                     group, self._sampled, lambda rollout: self._may_go_on(group, rollout, dropped)
                 )
             if group.sampled != self._sampled[-1] and group.is_new:
-                group.sample(self._sampled[-1], self._context.seed)
+                group.sample(self._sampled[-1], self._context.run.seed)
 
         def fit(group: PromptGroup, most: int) -> int:
             nonlocal spare
@@ -456,7 +458,7 @@ class GeneratorRuntime(Runtime):
         self._begun += count
         for ticket, position in zip(tickets, positions, strict=True):
             self._tickets[ticket] = (group, position)
-        key = f"{self._context.seed}/{group.source}/{group.group_id}"
+        key = f"{self._context.run.seed}/{group.source}/{group.group_id}"
         seeds = (
             [_seed(key, position) for position in positions]
             if group.turn is None
@@ -507,7 +509,7 @@ class GeneratorRuntime(Runtime):
         for source, complete in by_source.items():
             build_rows = (
                 answers
-                if source in self._context.episodes
+                if source in self._context.graph.episodes
                 else partial(groups.rollouts, optional=optional)
             )
             batches.append(Batch(source, build_rows(complete, self.tokenizer, self._ends)))

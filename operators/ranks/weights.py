@@ -76,7 +76,7 @@ KINDS = (Meet, Enter, ReleaseVersion, Take, Holds, Entry)
 
 
 def opens_for_ranks(reader: object) -> OpensWeights | None:
-    """This `Context.reader`, if it names a site at which other ranks find the same versions."""
+    """This opener of a reader, if it names a site at which other ranks find the same versions."""
     return reader if isinstance(reader, OpensWeights) and reader.site is not None else None
 
 

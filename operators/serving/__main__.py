@@ -101,7 +101,7 @@ def serve(
     import uvicorn
 
     from dataflow.model import Model
-    from dataflow.runtime import Context
+    from dataflow.runtime import Context, DeviceShare
     from operators.generator import Generator
     from operators.serving.app import make_app
     from operators.serving.rows import RolloutLog
@@ -122,7 +122,8 @@ def serve(
             opened.callback(log.close)
         from operators.engine.build import make_engine
 
-        built = make_engine(declaration, Context(node="serving", device=device, threads=threads))
+        share = DeviceShare(device=device, threads=threads)
+        built = make_engine(declaration, Context(node="serving", devices=share))
         service = make_service(
             built,
             model=served_name or served.name,

@@ -319,8 +319,8 @@ class Drops:
         self._failures: Counter[str] = Counter()
         """Rollouts of groups that failed, by node and cause, since the last group that could be
         trained."""
-        self._scores = context.scores
-        self._silent: Mapping[str, str] = context.scores
+        self._scores = context.graph.scores
+        self._silent: Mapping[str, str] = context.graph.scores
         """Scorers that told no rollout from its siblings, since the last group that could be
         trained."""
         self._example = ""

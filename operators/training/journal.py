@@ -60,7 +60,7 @@ class Journal:
             if context.folder is not None:
                 rows = [group.records for group in trained]
                 rows = rows if computed is None else computed.beside(rows)
-                context.folder.rollouts_of(context.own_folder).write(step, rows)
+                context.folder.rollouts_of(context.graph.own_folder).write(step, rows)
             if context.ledger is not None:
                 context.ledger.commit_step(
                     context.node,
@@ -87,7 +87,7 @@ class Journal:
 
 def only_source(context: Context) -> str:
     """Of the groups that a trainer takes in. GraphError where there are several, or none."""
-    sources = list(context.columns) or list(context.bounds)
+    sources = list(context.graph.columns) or list(context.graph.bounds)
     if len(sources) != 1:
         raise GraphError(
             f"'{context.node}' trains groups in the order of one source, but {len(sources)} lead to"

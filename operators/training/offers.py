@@ -24,7 +24,7 @@ class Offers:
     get.
 
     consumes: the learner's weights, and what it keeps in `Learner.refreshed`, in the order of
-        `Context.refreshers`
+        `Context.weights.refreshers`
     produces: versions on each weight plane, and the same note on all of them
     waits for: what an end's `publish` waits for
     unblocked by: readers
@@ -35,11 +35,11 @@ class Offers:
         self._context, self._learner = context, learner
         self._traffic = (0, 0)
         self._newest: WeightsOut | None = None
-        if context.writer is not None:
-            self._newest = context.writer(_detached(learner.offered(0)))
+        if context.weights.writer is not None:
+            self._newest = context.weights.writer(_detached(learner.offered(0)))
         self._refreshing = [
             (line, refresh, opens(_detached(learner.offered(line))))
-            for line, (refresh, opens) in enumerate(context.refreshers.items(), 1)
+            for line, (refresh, opens) in enumerate(context.weights.refreshers.items(), 1)
         ]
         opened = {} if self._newest is None else {0: self._newest}
         learner.writers = (

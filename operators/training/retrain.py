@@ -17,7 +17,7 @@ from dataflow.folder.knobs_by_step import KnobsByStep
 from dataflow.folder.ledger import MadeStep
 from dataflow.history.replay import ReplayScript
 from dataflow.records import NEW_LOGPROBS
-from dataflow.runtime import Context
+from dataflow.runtime import Context, DeviceShare, RunSettings
 from dataflow.system.modules import named
 from operators import losses
 from operators.models.loading import load_tokenizer
@@ -51,7 +51,9 @@ def retrained(trainer: TrainerKnobs, script: ReplayScript) -> Iterator[Mapping[s
         learner.everywhere(checkpoint.restore, folder=script.checkpoint)
     last = script.steps[-1].step
     context = Context(
-        node=script.node, seed=script.seed, steps=last, threads=script.threads, device=script.device
+        node=script.node,
+        run=RunSettings(seed=script.seed, steps=last),
+        devices=DeviceShare(device=script.device, threads=script.threads),
     )
     knobs = KnobsByStep(trainer, () if script.loss else script.changes)
     making = StepMaker(trainer, context, learner, script.start, knobs)

@@ -38,16 +38,16 @@ def learner_on_ranks(
     """The learner of one rank, or of several; and the context, whose weight plane then takes what
     each rank has.
     """
-    if context.ranks == 1:
+    if context.devices.ranks == 1:
         learner = make_learner(
             trainer,
             model,
             node=context.node,
-            device=context.device,
-            seed=context.seed,
-            aside=context.aside,
+            device=context.devices.device,
+            seed=context.run.seed,
+            aside=context.devices.aside,
         )
-        learner.settle_s = context.limits.settle_s
+        learner.settle_s = context.run.limits.settle_s
         return learner, context
     from operators.training.parallel.launch import led
 
@@ -108,7 +108,7 @@ class TrainerRuntime(Runtime):
         self._buffer = ReorderBuffer()
         self._early: list[Batch] = []
         """Came before it had caught up."""
-        self._declared = context.bounds.get(self._source)
+        self._declared = context.graph.bounds.get(self._source)
         self._bound = self._knobs.bound(start + 1, self._declared)
         self._group_rows = 1
         self._groups: list[QueuedGroup] = []
@@ -142,10 +142,10 @@ class TrainerRuntime(Runtime):
         from operators.models.loading import load_tokenizer
 
         check_gradients(context.node)
-        torch.set_num_threads(context.threads)
+        torch.set_num_threads(context.devices.threads)
         start = find_start(trainer.model, context)
         learner, context = learner_on_ranks(trainer, start.model, context)
-        for refresh in context.refreshers:
+        for refresh in context.weights.refreshers:
             options: dict[str, Any] = {"step": start.step, "dtype": trainer.model.dtype}
             learner.everywhere(memory.add, every=refresh.every, decay=refresh.decay, **options)
         if start.folder is not None:
@@ -326,7 +326,7 @@ class TrainerRuntime(Runtime):
         self._making.bring()
         self._offers.open(step)
         self._note()
-        if context.steps is not None and step >= context.steps:
+        if context.run.steps is not None and step >= context.run.steps:
             self._making.bring(moments=True)
             self._saver.finish(step)
             self._done = True
@@ -426,9 +426,9 @@ class TrainerRuntime(Runtime):
             trained=[group.records for group in groups],
             outcome=outcome,
             pace=pace,
-            scores=context.scores,
+            scores=context.graph.scores,
             skipped_steps=self._skipped_steps,
-            forwards=context.forwards,
+            forwards=context.graph.forwards,
             **self._drops.figures,
         )
         if metrics["no_signal"] is not None:
@@ -454,7 +454,7 @@ class TrainerRuntime(Runtime):
         self._drops.committed()
         self._rest()
         making.pace.free = clock()
-        if step == context.steps:
+        if step == context.run.steps:
             self._saver.finish(step)
             self._done = True
 
@@ -489,5 +489,5 @@ class TrainerRuntime(Runtime):
         """Give the devices' memory back: that of the weights too, where no step could begin and
         none of them waits to be published. One that takes turns does so at their end.
         """
-        if self._context.aside is None:
+        if self._context.devices.aside is None:
             self._making.rest(weights=not self._offers.is_pending and not self._buffer.is_ready)

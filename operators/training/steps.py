@@ -293,7 +293,7 @@ def _decay_steps(trainer: TrainerKnobs, context: Context, begun: int | None) -> 
     """The trainer's, or the schedule's that was `begun`, or the run's. GraphError when there should
     be one and none is known, or when steps of the run would be left without a rate.
     """
-    steps = context.steps or context.prompt_steps
+    steps = context.run.steps or context.graph.prompt_steps
     chosen = trainer.decay_steps or begun or steps
     if trainer.schedule == "constant":
         return None
@@ -358,7 +358,7 @@ class CatchUp:
         context = self._context
         if context.folder is None or context.ledger is None or context.life.attempt:
             return
-        for source in context.bounds:
+        for source in context.graph.bounds:
             if taken_out := take_out_abandoned(
                 context.folder.path / "finished", source, self.target
             ):
@@ -390,7 +390,7 @@ class CatchUp:
         context = self._context
         assert context.folder is not None, "a run with a ledger has a folder"
         try:
-            table = context.folder.rollouts_of(context.own_folder).read(step.step)
+            table = context.folder.rollouts_of(context.graph.own_folder).read(step.step)
             check_groups(step, table)
         except RunFolderError as error:
             self._take_back(step.step - 1, str(error))

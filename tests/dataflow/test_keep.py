@@ -10,6 +10,7 @@ import numpy as np
 import pyarrow as pa
 import pytest
 from rigs.columns import check_columns
+from rigs.contexts import make_context
 
 from dataflow import GraphError, join, keep
 from dataflow.graph import Graph
@@ -216,7 +217,7 @@ def test_a_drop_on_any_branch_is_one_behind_the_join() -> None:
     from dataflow.scoring.joining import JoinRuntime
 
     sources = {"prompts": ("a", "b")}
-    runtime = JoinRuntime(Context(node="join", origins=sources))
+    runtime = JoinRuntime(make_context(node="join", origins=sources))
     both = rows([1.0, 1.0, 0.0, 1.0])
     runtime.push(Batch("prompts", passed_through(not_easy.configured(most=9.0), both), "a"))
     runtime.push(Batch("prompts", passed_through(has_signal, both), "b"))

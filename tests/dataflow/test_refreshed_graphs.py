@@ -12,7 +12,7 @@ from dataflow import Devices, Graph, GraphError, LoRA, Model, plan
 from dataflow.history.describe import graph_facts
 from dataflow.history.resume import _edge_changes
 from dataflow.planning.model_size import ModelSize
-from dataflow.planning.wiring import context_facts
+from dataflow.planning.wiring import graph_around
 from dataflow.staleness import Bound
 from dataflow.structure import readers_of, refreshes_of
 from dataflow.testing import FakeGenerator, FakePrompts, FakeTrainer
@@ -183,11 +183,11 @@ def test_the_plan_names_the_executor_of_the_edge_and_what_the_trainer_keeps() ->
 def test_a_refreshed_reader_is_told_how_often_and_bounds_nothing_else() -> None:
     graph = build(every=3)
     made = plan(graph, Devices(cpus=4))
-    assert context_facts(graph, made, "ref_logprobs")["feedback"] == Bound(
+    assert graph_around(graph, made, "ref_logprobs").feedback == Bound(
         max_staleness=0, prompts_per_step=8, every=3
     )
     assert made.bounds == {"prompts": Bound(max_staleness=1, prompts_per_step=8)}
-    assert context_facts(graph, made, "trainer")["forwards"] == ("ref_logprobs",)
+    assert graph_around(graph, made, "trainer").forwards == ("ref_logprobs",)
 
 
 def test_readers_are_told_apart_by_the_versions_that_they_get() -> None:

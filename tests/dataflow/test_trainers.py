@@ -15,7 +15,7 @@ from dataflow.history.verify import verify
 from dataflow.node import Transform
 from dataflow.planning.hosts import Devices
 from dataflow.planning.plan import Plan, plan
-from dataflow.planning.wiring import bounds_at, context_facts, edges
+from dataflow.planning.wiring import bounds_at, edges, graph_around
 from dataflow.records import Columns
 from dataflow.scheduler.state_machine import RunStateMachine
 from dataflow.staleness import Bound
@@ -103,7 +103,7 @@ def test_each_operator_counts_versions_and_steps_of_the_trainer_whose_weights_it
         "prompts": Bound(max_staleness=3, prompts_per_step=32, steps=7)
     }
     assert bounds(graph, planned, "critic") == {}
-    assert context_facts(graph, planned, "values")["feedback"] == Bound(
+    assert graph_around(graph, planned, "values").feedback == Bound(
         max_staleness=0, prompts_per_step=48
     )
     assert bounds(graph, planned, "generator") == {
@@ -125,7 +125,7 @@ def test_with_one_trainer_all_have_the_same_bound() -> None:
     g.feedback(trainer.weights, generator, max_staleness=1)
     made = plan(g, Devices(cpus=2), steps=3)
     for node in g.operators:
-        assert context_facts(g, made, node)["bounds"] == {
+        assert graph_around(g, made, node).bounds == {
             "prompts": Bound(max_staleness=1, prompts_per_step=8, steps=3)
         }
 

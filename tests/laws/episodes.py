@@ -141,7 +141,7 @@ EPISODES = (
         "a turn starts when its group may",
         "test_a_turn_starts_when_the_group_of_its_rollout_may",
         "operators.generation.runtime:GeneratorRuntime.__init__",
-        assigned("bounds", "context.bounds"),
+        assigned("bounds", "context.graph.bounds"),
         "bounds of turns",
     ),
     Law(

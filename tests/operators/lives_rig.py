@@ -9,13 +9,14 @@ from typing import Any
 
 import pyarrow as pa
 import torch
+from rigs.contexts import make_context
 from rigs.ending import at_end
 from trainer_rig import COLUMNS, VOCABULARY, Plane, group, tiny_llama
 
 from dataflow.folder.ledger import Ledger
 from dataflow.folder.run_folder import RunFolder
 from dataflow.model import Model
-from dataflow.runtime import Batch, Context
+from dataflow.runtime import Batch
 from dataflow.staleness import Bound
 from operators.trainer import Trainer
 from operators.training.learner.build import state_tensors
@@ -65,7 +66,7 @@ class TrainerLife:
         self.plane = Plane([])
         self.acks: list[int] = []
         bounds = {"prompts": Bound(max_staleness=100, prompts_per_step=trainer.prompts_per_step)}
-        self.context = Context(
+        self.context = make_context(
             node="trainer",
             columns={"prompts": columns},
             bounds=bounds,

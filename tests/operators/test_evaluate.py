@@ -9,12 +9,13 @@ from typing import Any
 import pyarrow as pa
 import pytest
 from rigs.columns import whole
+from rigs.contexts import make_context
 from trainer_rig import COLUMNS, FakeFolder, FakeLedger, group
 
 from dataflow.errors import OperatorError
 from dataflow.folder.ledger import Ledger
 from dataflow.folder.run_folder import RolloutFiles, RunFolder
-from dataflow.runtime import Batch, Context
+from dataflow.runtime import Batch
 from operators.evaluate import Evaluate, EvaluateRuntime, round_metrics
 from transport.life import Life
 
@@ -54,7 +55,7 @@ class World:
         self.events: list[Any] = []
         self.acks: list[int] = []
         self.folder, self.ledger = Folder(tmp_path, self.events), FakeLedger(self.events)
-        self.context = context = Context(
+        self.context = context = make_context(
             node="eval",
             columns=dict.fromkeys(sources, COLUMNS),
             folder=self.folder,
@@ -126,7 +127,7 @@ class Crashing:
     def start(self) -> None:
         """The next attempt; the one before it was killed."""
         self._attempt += 1
-        context = Context(
+        context = make_context(
             node="eval",
             life=Life(attempt=self._attempt),
             columns={"held_out": COLUMNS},

@@ -16,13 +16,14 @@ import pyarrow as pa
 import pytest
 import torch
 from ranks_rig import in_a_fork
+from rigs.contexts import make_context
 from rigs.forwards import COLUMNS, LANE, language_model, rollouts, saved
 from rigs.heads import classifier
 from slices_rig import WAIT_S, Opens, writer
 
 from dataflow import Devices, Graph, GraphError, LoRA, Model, plan
 from dataflow.errors import RunError, WorkerDied
-from dataflow.runtime import Batch, Context, Runtime
+from dataflow.runtime import Batch, Runtime
 from dataflow.staleness import Bound
 from dataflow.testing import FakeGenerator, FakePrompts, FakeTrainer
 from operators import Logprobs, RewardModel, Values
@@ -60,7 +61,7 @@ def built(declaration: ForwardOperator, **context: Any) -> Iterator[Any]:
     torch.set_num_threads(1)
     ranks = declaration.tensor_parallel
     runtime = declaration.build(
-        Context(node=declaration.name, columns={LANE: COLUMNS}, ranks=ranks, **context)
+        make_context(node=declaration.name, columns={LANE: COLUMNS}, ranks=ranks, **context)
     )
     try:
         yield runtime

@@ -9,6 +9,7 @@ import numpy as np
 import pyarrow as pa
 import pytest
 import torch
+from rigs.contexts import make_context
 from rigs.forwards import (
     Clock,
     Forwarding,
@@ -28,7 +29,6 @@ from rigs.policy import ALPHABET
 from dataflow import Model
 from dataflow.errors import OperatorError
 from dataflow.model import LoRA
-from dataflow.runtime import Context
 from dataflow.staleness import Bound
 from operators import Logprobs, Trainer, Values
 from operators.forward_pass.reading import disagreement
@@ -206,7 +206,7 @@ def test_a_policy_with_adapters_is_read_with_the_newest_of_them(
     reference: Model, groups: list[pa.RecordBatch]
 ) -> None:
     model, plane = Model(reference.source, lora=LoRA(4, targets=("q_proj", "up_proj"))), Versions()
-    context = Context(
+    context = make_context(
         node="proximal_logprobs", reader=plane, feedback=Bound(max_staleness=0, prompts_per_step=1)
     )
     operator = Logprobs(model, name="proximal_logprobs")

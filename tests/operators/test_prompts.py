@@ -15,6 +15,7 @@ import pyarrow.parquet as pq
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from rigs.contexts import make_context
 from rigs.examples import examples
 from rigs.policy import CHAT_TEMPLATE
 
@@ -30,7 +31,7 @@ from dataflow.records import (
     PROMPT_ID,
     ROUND_SIZE,
 )
-from dataflow.runtime import Context, Runtime
+from dataflow.runtime import Runtime
 from dataflow.staleness import Bound
 from operators import Generator
 from operators.generation import tokenize
@@ -76,7 +77,7 @@ class Log:
 
 
 def build(prompts: Prompts, **context: Any) -> Runtime:
-    return prompts.build(Context(node=prompts.name, **{"log": Log(), **context}))
+    return prompts.build(make_context(node=prompts.name, **{"log": Log(), **context}))
 
 
 def issued(runtime: Runtime, most: int = 1000) -> pa.Table:
@@ -294,7 +295,7 @@ def test_prompts_for_which_the_context_has_no_room_are_counted_at_the_start_and_
     texts = ["ab=", "abcdefghijklmnop=", "abc=", "abcdefghijklmno="]
 
     def looked_at(*texts: str) -> Any:
-        context = Context(node="prompts", takers=(generator,))
+        context = make_context(node="prompts", takers=(generator,))
         return Prompts(list(texts), epochs=1, chat=chat).build(context).status().get("notice")
 
     assert looked_at("ab=", "abc=") is None
@@ -324,7 +325,7 @@ def test_of_very_many_long_prompts_some_are_looked_at(
     monkeypatch.setattr(tokenize, "_LOOKED_BYTES", 400)
     generator = Generator(Model(str(policy)).frozen(), max_tokens=1, context_tokens=12)
     prompts = Prompts(["abcdefghijklmno=", "ab="] * 50, epochs=1).build(
-        Context(node="prompts", takers=(generator,))
+        make_context(node="prompts", takers=(generator,))
     )
     found = re.match(r"about (\d+) of 100 prompts", str(prompts.status()["notice"]))
     assert found and 20 <= int(found[1]) <= 80

@@ -20,7 +20,7 @@ from dataflow.records import (
     SAMPLING_MASK_TYPE,
     schema,
 )
-from dataflow.runtime import Batch, Context
+from dataflow.runtime import Batch
 from dataflow.staleness import Bound
 from operators.forward import ForwardOperator
 from operators.forward_pass.build import ForwardRuntime
@@ -28,6 +28,7 @@ from operators.forward_pass.reading import reading_of
 from operators.models.loading import load_model
 from operators.warm_start.train import character_tokenizer
 from rigs.columns import whole
+from rigs.contexts import make_context
 from rigs.heads import SIZES
 from rigs.policy import ALPHABET
 
@@ -217,7 +218,7 @@ def forwarding(
                 max_staleness=max_staleness, prompts_per_step=prompts_per_step, every=every
             ),
         }
-    context = Context(node=declaration.name, columns={LANE: COLUMNS}, clock=clock, **facts)
+    context = make_context(node=declaration.name, columns={LANE: COLUMNS}, clock=clock, **facts)
     loaded = load_model(declaration.model).requires_grad_(False) if module is None else module
     reading = reading_of(declaration, declaration.name, loaded, is_alone=True)
     return Forwarding(ForwardRuntime(declaration, context, reading), clock)

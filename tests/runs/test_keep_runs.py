@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from rigs.contexts import make_context
 from rigs.graphs import reward, tiny_graph, words
 
 from dataflow import Array, Result, inline, keep, run, scorer, verify
@@ -124,7 +125,7 @@ def test_groups_of_a_filter_that_raises_are_dropped_as_failed(policy: Path, tmp_
 def test_a_trainer_that_starts_again_finds_the_drops_of_its_filters(
     policy: Path, tmp_path: Path
 ) -> None:
-    from dataflow.runtime import Batch, Context
+    from dataflow.runtime import Batch
     from dataflow.staleness import Bound
     from operators.trainer import Trainer
 
@@ -139,7 +140,7 @@ def test_a_trainer_that_starts_again_finds_the_drops_of_its_filters(
             (13, 14, 16, 17),
             {12: "two_of_three", 15: "two_of_three"},
         )
-        context = Context(
+        context = make_context(
             node="trainer",
             steps=3,
             columns={"prompts": dict(zip(rows.column_names, rows.schema.types, strict=True))},

@@ -340,7 +340,7 @@ class _Noting(Around):
 
     def __init__(self, inner: Runtime, context: Context, noted: Noted) -> None:
         super().__init__(inner)
-        self.rank, self.noted = context.rank, noted
+        self.rank, self.noted = context.replica, noted
 
     def push(self, batch: Batch) -> None:
         self.noted.add("took", self.rank, batch.source, batch.records, self._now())
@@ -470,7 +470,7 @@ def test_a_newcomer_that_dies_before_it_is_ready_is_started_again_and_joins(
     fake, struck = FakeGenerator(model=MODEL), tmp_path / "struck"
 
     def build(context: Context) -> Runtime:
-        if context.rank and not struck.exists():
+        if context.replica and not struck.exists():
             struck.touch()
             os.kill(os.getpid(), signal.SIGKILL)
         return FakeGenerator.build(fake, context)
@@ -490,7 +490,7 @@ def test_a_newcomer_that_is_not_built_in_time_ends_the_run_and_says_what_it_wait
     fake = FakeGenerator(model=MODEL)
 
     def build(context: Context) -> Runtime:
-        if context.rank:
+        if context.replica:
             time.sleep(60)
         return FakeGenerator.build(fake, context)
 
@@ -525,7 +525,7 @@ def test_a_leaver_that_dies_is_started_again_and_leaves_when_all_it_had_was_sent
 
     def build(context: Context) -> Runtime:
         inner = FakeGenerator.build(fake, context)
-        return Dying(inner) if context.rank else inner
+        return Dying(inner) if context.replica else inner
 
     holds = {5: runs.started("generator-1"), 9: struck.exists}
     graph = fakes(holds, count=100, generator=built_by(fake, build))

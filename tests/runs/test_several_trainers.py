@@ -56,11 +56,11 @@ class _Judging(Runtime):
         self._tensors = dict(
             load_model(judge.model, device="cpu", dtype="float32").named_parameters()
         )
-        assert context.reader is not None
-        self._reader = context.reader(
+        assert context.weights.reader is not None
+        self._reader = context.weights.reader(
             {name: tensor.detach() for name, tensor in self._tensors.items()}
         )
-        self._bound = context.feedback
+        self._bound = context.graph.feedback
         self._held: list[QueuedGroup] = []
 
     def room(self) -> int:

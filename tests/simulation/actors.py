@@ -139,9 +139,9 @@ class _Drawing(Runtime):
     def __init__(self, operator: SimulatedGenerator, context: Context) -> None:
         self._operator, self._context, self._probe = operator, context, context.log
         self._held = tensors(-1, 0)
-        assert context.reader is not None
-        self._reader = context.reader(self._held)
-        self._admission: Admission[_Group] = Admission(context.bounds, operator.in_flight)
+        assert context.weights.reader is not None
+        self._reader = context.weights.reader(self._held)
+        self._admission: Admission[_Group] = Admission(context.graph.bounds, operator.in_flight)
         self._live: list[_Group] = []
 
     def room(self) -> int:
@@ -149,7 +149,9 @@ class _Drawing(Runtime):
         keeps another out.
         """
         sources = self._admission.sources
-        return max(0, 16 - min(len(sources.get(source, ())) for source in self._context.columns))
+        return max(
+            0, 16 - min(len(sources.get(source, ())) for source in self._context.graph.columns)
+        )
 
     def push(self, batch: Batch) -> None:
         rows = batch.records
@@ -239,7 +241,7 @@ class _Drawing(Runtime):
                 for name, values in ragged.items()
             },
         }
-        columns = {**self._context.columns[group.source], **ROLLOUT_COLUMNS}
+        columns = {**self._context.graph.columns[group.source], **ROLLOUT_COLUMNS}
         arrays = [made[name] if name in made else rows.column(name) for name in columns]
         return pa.RecordBatch.from_arrays(arrays, schema=schema(columns))
 

@@ -67,10 +67,10 @@ class _Training(Runtime):
 
     def __init__(self, operator: SimulatedTrainer, context: Context) -> None:
         self._operator, self._context, self._probe = operator, context, context.log
-        (self._source,) = context.columns
-        self._bound = context.bounds[self._source]
+        (self._source,) = context.graph.columns
+        self._bound = context.graph.bounds[self._source]
         ledger = context.ledger
-        assert ledger is not None and context.writer is not None
+        assert ledger is not None and context.weights.writer is not None
         made = ledger.last_step(context.node)
         self._disk: dict[int, int] = self._probe.disk
         """Checkpoints: content of the weights by step."""
@@ -87,8 +87,8 @@ class _Training(Runtime):
         self._passed: list[QueuedGroup] = []
         self._reasons: dict[int, str] = {}
         self._parts: deque[int] = deque()
-        self._done = context.steps is not None and self._step >= context.steps
-        self._writer = context.writer(tensors(self._step, self._content))
+        self._done = context.run.steps is not None and self._step >= context.run.steps
+        self._writer = context.weights.writer(tensors(self._step, self._content))
         self._publish()
 
     def room(self) -> int:
@@ -193,7 +193,7 @@ class _Training(Runtime):
             metrics={},
         )
         self._publish()
-        is_last = self._step == context.steps
+        is_last = self._step == context.run.steps
         if is_last or self._step % self._operator.checkpoint_every == 0:
             self._probe.point()
             self._disk[self._step] = self._content

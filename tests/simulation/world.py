@@ -21,6 +21,7 @@ from dataflow.folder.live_changes import recorded_swaps
 from dataflow.folder.run_folder import RunFolder
 from dataflow.history import resume
 from dataflow.limits import Patience
+from dataflow.runtime import RunSettings
 from dataflow.scheduler.agents import Agents
 from dataflow.scheduler.control import Limits, Scheduler
 from dataflow.scheduler.requests import Scale
@@ -261,8 +262,7 @@ class World:
         self.one_generator = shape.generators == 1 and not shape.scales
         settings = Settings(
             folder=str(self.folder.path),
-            seed=self.seed,
-            steps=shape.steps,
+            run=RunSettings(seed=self.seed, steps=shape.steps),
             swaps=recorded_swaps(self.ledger.facts()),
         )
         limits = Limits(hang_s=HANG_S, host_s=60.0, patience=Patience(of_one=50, quiet_s=1.0))

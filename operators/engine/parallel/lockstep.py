@@ -31,7 +31,7 @@ from dataflow.errors import RunError
 from dataflow.folder.partial_rollouts import PartialRollout
 from dataflow.limits import Limits
 from dataflow.records import AnyArray
-from dataflow.runtime import Context
+from dataflow.runtime import Context, DeviceShare, GraphFacts
 from dataflow.system.forking import has_used_cuda
 from dataflow.system.messages import Channel, Message, Secret
 from dataflow.tokens.rollout_tokens import RolloutTokens
@@ -132,9 +132,9 @@ def make_member(
         ModelError: no plan for this family, heads that cannot be dealt out, or as `build_native`.
     """
     size = mesh.size()
-    device = torch.device(context.device)
+    device = torch.device(context.devices.device)
     if device.type == "cpu":
-        torch.set_num_threads(context.threads)
+        torch.set_num_threads(context.devices.threads)
     model = declaration.model
     own = sliced(
         model, functools.partial(distribute, mesh=mesh, device=device, name=model.name), loading
@@ -146,7 +146,7 @@ def make_member(
     shares = Sliced(cut_rows(own.shards), largest, functools.partial(connect, own.module, mesh))
     budgeted = dataclasses.replace(declaration, cache_bytes=budget)
     built = build_native(budgeted, context, own.module, shares, own.merged)
-    return RankEngine(built, taken(own.shards, built.engine.tensors), context.aside)
+    return RankEngine(built, taken(own.shards, built.engine.tensors), context.devices.aside)
 
 
 def state_of(engine: Engine) -> int:
@@ -171,7 +171,6 @@ class EngineSettings(Secret, kw_only=True):
 
     declaration: GeneratorKnobs
     node: str
-    replica: int
     rank: int
     size: int
     device: str
@@ -183,9 +182,9 @@ class EngineSettings(Secret, kw_only=True):
     attempt: int
     """The scheduler's, at rank 0."""
     quantized: str | None
-    """As `Context.quantized`."""
+    """As `Context.graph.quantized`."""
     aside: str | None
-    """As `Context.aside`."""
+    """As `Context.devices.aside`."""
     limits: Limits
 
 
@@ -440,10 +439,8 @@ def _serve(channel: Channel[Any], settings: EngineSettings) -> None:
     aside = None if settings.aside is None else Path(settings.aside)
     context = Context(
         node=node,
-        device=device,
-        threads=settings.threads,
-        quantized=settings.quantized,
-        aside=aside,
+        graph=GraphFacts(quantized=settings.quantized),
+        devices=DeviceShare(device=device, threads=settings.threads, aside=aside),
     )
     with watch.within():
         member = make_member(
@@ -475,34 +472,41 @@ def make_parallel(declaration: GeneratorKnobs, context: Context, size: int) -> B
         ModelError: the model cannot be loaded or dealt out.
         WorkerDied, DeadlineError: a rank did not start.
     """
-    device = torch.device(context.device)
-    opens = opens_for_ranks(context.reader)
-    team = Team(declaration.name, size, start_of(device, context.turn_files), context.limits, CODEC)
+    device = torch.device(context.devices.device)
+    opens = opens_for_ranks(context.weights.reader)
+    team = Team(
+        declaration.name,
+        size,
+        start_of(device, context.devices.turn_files),
+        context.run.limits,
+        CODEC,
+    )
     with team.starting():
         for rank in range(1, size):
             team.answer(rank, Started)
         for rank in range(1, size):
             place = (
-                f"cuda:{(device.index or 0) + rank}" if device.type == "cuda" else context.device
+                f"cuda:{(device.index or 0) + rank}"
+                if device.type == "cuda"
+                else context.devices.device
             )
             settings = EngineSettings(
                 declaration=declaration,
                 node=context.node,
-                replica=context.rank,
                 rank=rank,
                 size=size,
                 device=place,
-                threads=context.threads,
+                threads=context.devices.threads,
                 folder=str(team.folder),
                 site=None if opens is None else opens.site,
                 attempt=context.life.attempt,
-                quantized=context.quantized,
-                limits=context.limits,
-                aside=None if context.aside is None else str(context.aside),
+                quantized=context.graph.quantized,
+                limits=context.run.limits,
+                aside=None if context.devices.aside is None else str(context.devices.aside),
             )
             team.tell(settings, rank)
-        mesh = join(team.folder, 0, size, device, context.limits.exchange_s)
-        watch = watched(context.limits.exchange_s)
+        mesh = join(team.folder, 0, size, device, context.run.limits.exchange_s)
+        watch = watched(context.run.limits.exchange_s)
         with watch.within():
             member = make_member(declaration, context, mesh, leading(team, watch))
         slices = () if opens is None else met(team, plain_pieces(member.shards))

@@ -502,11 +502,11 @@ def build_vllm(declaration: GeneratorKnobs, context: Context) -> BuiltEngine:
         sampling=sampling_of(declaration),
         end_tokens=sorted(ends),
         stop=StopStrings(tokenizer, stop) if stop else None,
-        threads=context.threads,
-        device=context.device,
+        threads=context.devices.threads,
+        device=context.devices.device,
         cache_bytes=declaration.cache_bytes,
         on_update=declaration.on_update,
-        start_s=context.limits.start_s,
-        deadline_s=context.limits.stuck_s,
+        start_s=context.run.limits.start_s,
+        deadline_s=context.run.limits.stuck_s,
     )
     return BuiltEngine(engine, tokenizer, ends)

@@ -437,8 +437,8 @@ def find_start(model: Model, context: Context) -> StartPoint:
     last = ledger.last_step(context.node) if ledger is not None else 0
     if folder is None or ledger is None:
         return StartPoint(model=model)
-    checkpoint = folder.latest_checkpoint(at_most=last, node=context.own_folder)
-    checkpoints = folder.checkpoints_of(context.own_folder)
+    checkpoint = folder.latest_checkpoint(at_most=last, node=context.graph.own_folder)
+    checkpoints = folder.checkpoints_of(context.graph.own_folder)
     set_aside(checkpoints, [step for step in checkpoints.steps() if step > last], "taken-back")
     damaged = {
         step: checkpoints.damage(step)

@@ -154,14 +154,14 @@ class CheckpointSaver:
         """Keep the last step and wait until all is written. Raises what went wrong with it."""
         if self._writing is None or self._writing.step != step:
             self._begin(step, is_temporary=False)
-        self._written(self.context.limits.checkpoint_s)
+        self._written(self.context.run.limits.checkpoint_s)
         self._stay(step)
         self._finished_at = time.monotonic()
 
     def _stay(self, step: int) -> None:
         """Let a checkpoint stay that was written to recover from."""
         if self.context.folder is not None and step:
-            checkpoints = self.context.folder.checkpoints_of(self.context.own_folder)
+            checkpoints = self.context.folder.checkpoints_of(self.context.graph.own_folder)
             if checkpoints.keep(step):
                 self._record(step, checkpoints.folder(step))
                 if self.copier is not None:
@@ -185,15 +185,15 @@ class CheckpointSaver:
         context = self.context
         if context.copies is None or context.folder is None or context.ledger is None:
             return
-        checkpoints = context.folder.checkpoints_of(context.own_folder)
+        checkpoints = context.folder.checkpoints_of(context.graph.own_folder)
         self.copier = CheckpointCopier(
             context.copies,
-            trainer=context.own_folder or "",
+            trainer=context.graph.own_folder or "",
             folder=checkpoints.folder,
             pack=context.ledger.pack,
             log=context.log,
             node=context.node,
-            warning_s=context.limits.copy_s,
+            warning_s=context.run.limits.copy_s,
         )
         self.copier.start(last)
         if self.kept_step:
@@ -206,7 +206,7 @@ class CheckpointSaver:
         if self.copier is None or self._finished_at is None or self.copier.is_idle:
             return False
         since = max(self._finished_at, self.copier.moved_at)
-        if time.monotonic() - since < self.context.limits.copy_s:
+        if time.monotonic() - since < self.context.run.limits.copy_s:
             self.copier.wait(COPIES_TURN_S)
             return True
         self._finished_at = None
@@ -245,13 +245,13 @@ class CheckpointSaver:
 
     def _stays(self, step: int) -> bool:
         """Whether the checkpoint of a step is one that was asked for, or that of the last step."""
-        return step == self.context.steps or bool(self.every and step % self.every == 0)
+        return step == self.context.run.steps or bool(self.every and step % self.every == 0)
 
     def _begin(self, step: int, *, is_temporary: bool) -> None:
-        context, name = self.context, self.context.own_folder
+        context, name = self.context, self.context.graph.own_folder
         if context.folder is None or step in (0, self.kept_step):
             return
-        self._settle(self.context.limits.checkpoint_s)
+        self._settle(self.context.run.limits.checkpoint_s)
         self.debt.seconds, began = 0.0, time.monotonic()
         if is_temporary:
             _check_room(context.folder.path, checkpoint.nbytes(self.learner, self.dtype))
@@ -267,7 +267,7 @@ class CheckpointSaver:
             staged = self.learner.everywhere(
                 checkpoint.stage,
                 folder=folder,
-                deadline_s=context.limits.checkpoint_s,
+                deadline_s=context.run.limits.checkpoint_s,
                 dtype=self.dtype,
             )[0]
             committed = opened.pop_all()
@@ -291,7 +291,7 @@ class CheckpointSaver:
             self._clear(checkpoints, step)
 
         self._writing = _Writing(step, checkpoints.folder(step), is_temporary)
-        self._background.start(write, self.context.limits.checkpoint_s)
+        self._background.start(write, self.context.run.limits.checkpoint_s)
 
     def _settle(self, deadline_s: float) -> None:
         """Wait for the checkpoint being written, and warn of one that the disk refused."""
@@ -326,12 +326,12 @@ class CheckpointSaver:
             or context.ledger is None
         ):
             return
-        checkpoints = context.folder.checkpoints_of(context.own_folder)
+        checkpoints = context.folder.checkpoints_of(context.graph.own_folder)
         old = retention.surplus(
             staying=checkpoints.staying(),
             every=self.every,
             most=self.most,
-            keep_steps=context.keep_steps,
+            keep_steps=context.run.keep_steps,
             last=context.ledger.last_step(context.node),
         )
         try:
@@ -346,14 +346,16 @@ class CheckpointSaver:
     def _forget_rollouts(self) -> None:
         """Remove rollouts that no checkpoint needs, now that a newer one is committed."""
         context = self.context
-        if context.keep_steps is None or context.folder is None or context.ledger is None:
+        if context.run.keep_steps is None or context.folder is None or context.ledger is None:
             return
         upto = retention.removable(
             last=context.ledger.last_step(context.node),
             checkpoint=self.kept_step,
-            keep_steps=context.keep_steps,
+            keep_steps=context.run.keep_steps,
             staying=(
-                context.folder.checkpoints_of(context.own_folder).staying() if self.every else None
+                context.folder.checkpoints_of(context.graph.own_folder).staying()
+                if self.every
+                else None
             ),
         )
         retention.remove(
@@ -363,7 +365,7 @@ class CheckpointSaver:
             upto,
             kind="step",
             log=context.log,
-            own=context.own_folder,
+            own=context.graph.own_folder,
         )
 
     def _record(self, step: int, place: Path) -> None:

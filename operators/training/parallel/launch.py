@@ -154,13 +154,14 @@ def led(trainer: TrainerKnobs, model: Model, context: Context) -> tuple[LedLearn
     """The learner of several ranks that load `model`, and the context with a weight plane that all
     of them feed.
     """
-    if context.places is not None and context.places.starts is not None:
-        context.places.starts.prepare({"source": model.source, "revision": model.revision})
+    if context.devices.places is not None and context.devices.places.starts is not None:
+        context.devices.places.starts.prepare({"source": model.source, "revision": model.revision})
     learner = lead(_making(trainer, model, context))
-    writer = None if context.writer is None else learner.opener(context.writer)
-    lines = enumerate(context.refreshers.items(), 1)
+    writer = None if context.weights.writer is None else learner.opener(context.weights.writer)
+    lines = enumerate(context.weights.refreshers.items(), 1)
     refreshers = {refresh: learner.opener(opens, line) for line, (refresh, opens) in lines}
-    return learner, dataclasses.replace(context, writer=writer, refreshers=refreshers)
+    ends = dataclasses.replace(context.weights, writer=writer, refreshers=refreshers)
+    return learner, dataclasses.replace(context, weights=ends)
 
 
 def follower(
@@ -177,8 +178,8 @@ def _making(trainer: TrainerKnobs, model: Model, context: Context) -> Making:
             model,
             node=context.node,
             device="cpu",
-            seed=context.seed,
-            aside=context.aside,
+            seed=context.run.seed,
+            aside=context.devices.aside,
             is_alone=False,
         )
 
@@ -194,7 +195,7 @@ def _making(trainer: TrainerKnobs, model: Model, context: Context) -> Making:
 
 @dataclass(frozen=True, kw_only=True)
 class Making:
-    """How each of `context.ranks` ranks builds its learner. On GPUs, rank r takes the r-th after
+    """How each rank builds its learner. On GPUs, rank r takes the r-th after
     rank 0's, where the context gives no places.
     """
 
@@ -210,9 +211,9 @@ class Making:
 
     def device(self, rank: int) -> torch.device:
         """Of a rank, on its host."""
-        places = self.context.places
+        places = self.context.devices.places
         return (
-            device_of(self.context.device, rank)
+            device_of(self.context.devices.device, rank)
             if places is None
             else torch.device(places.devices[rank])
         )
@@ -220,13 +221,13 @@ class Making:
     def joined(self, rank: int, folder: Path) -> TrainerMesh:
         """Meet the others; those on other hosts are being started meanwhile."""
         trainer, context, device = self.trainer, self.context, self.device(rank)
-        limits, is_spread = context.limits, context.places is not None
-        torch.set_num_threads(context.threads)
+        limits, is_spread = context.run.limits, context.devices.places is not None
+        torch.set_num_threads(context.devices.threads)
         wait_s = limits.start_s if is_spread else limits.exchange_s
-        group.join(folder, rank, context.ranks, device, wait_s, context.places)
+        group.join(folder, rank, context.devices.ranks, device, wait_s, context.devices.places)
         return make_mesh(
             device,
-            context.ranks,
+            context.devices.ranks,
             tensor_parallel=trainer.tensor_parallel,
             dp_replicate=trainer.dp_replicate,
             key_value_heads=self.key_value_heads,
@@ -242,7 +243,7 @@ class Making:
             return lambda: learner
         sharded = read_slices(trainer.model, self.outline, mesh, compute, device)
         return lambda: learner_of_slices(
-            trainer, sharded, mesh, device, node=context.node, seed=context.seed
+            trainer, sharded, mesh, device, node=context.node, seed=context.run.seed
         )
 
 
@@ -250,7 +251,7 @@ def following(making: Making) -> Callable[[int, int], int]:
     """What a fork runs that is a rank behind rank 0, given the number of its socket and its rank;
     its exit status.
     """
-    context, limits, ranks = making.context, making.context.limits, making.context.ranks
+    context, limits, ranks = making.context, making.context.run.limits, making.context.devices.ranks
 
     def follow(end: int, rank: int) -> int:
         def built(channel: Channel[Any]) -> Learner:
@@ -299,8 +300,10 @@ def lead(making: Making) -> LedLearner:
         ModelError: the model cannot be loaded or shared out.
         WorkerDied, DeadlineError: a rank did not start.
     """
-    context, limits, ranks = making.context, making.context.limits, making.context.ranks
-    start = on_their_hosts(forked(following(making), context.turn_files), context.places)
+    context, limits, ranks = making.context, making.context.run.limits, making.context.devices.ranks
+    start = on_their_hosts(
+        forked(following(making), context.devices.turn_files), context.devices.places
+    )
     team = Team(context.node, ranks, start, limits, CODEC)
     with team.starting():
         team.tell(Join(str(team.folder)))
@@ -323,9 +326,9 @@ def lead(making: Making) -> LedLearner:
 
 def _here(site: WeightSite, context: Context) -> WeightSite:
     """A site of rank 0's, as this rank has it: others find it at the address of its own host."""
-    if context.places is None or not site.host:
+    if context.devices.places is None or not site.host:
         return site
-    return dataclasses.replace(site, host=context.places.address)
+    return dataclasses.replace(site, host=context.devices.places.address)
 
 
 def device_of(first: str, rank: int) -> torch.device:

@@ -24,6 +24,7 @@ from dataflow.doctor.report import examine, last_error, report
 from dataflow.errors import DeadlineError
 from dataflow.folder.ledger import Ledger
 from dataflow.folder.run_folder import RunFolder
+from dataflow.runtime import RunSettings
 from dataflow.scheduler.requests import ask_for_facts
 from dataflow.scheduler.stall_watch import StallWatch
 from dataflow.scheduler.table import ProcessState
@@ -363,7 +364,7 @@ class Watched:
         return iter(self.workers.values())
 
     def stall_watch(self) -> StallWatch:
-        settings = Settings(folder=str(self.folder.path), steps=2)
+        settings = Settings(folder=str(self.folder.path), run=RunSettings(steps=2))
         for node in ("prompts", "trainer"):
             self.workers[f"{node}-0"] = SimpleNamespace(
                 name=f"{node}-0",

@@ -45,6 +45,7 @@ from dataflow.folder.run_folder import RunFolder
 from dataflow.folder.run_hold import held
 from dataflow.history.describe import consumers, describe, graph_facts, plan_facts
 from dataflow.runner import make_plan
+from dataflow.runtime import RunSettings
 from dataflow.scheduler.execute import InlineRun
 from dataflow.system.files import RunFolderError
 from dataflow.system.security import RunKeys
@@ -508,7 +509,9 @@ def test_a_run_whose_ledger_another_process_has_open_is_clean(tmp_path: Path) ->
     made = LedgerProcess()
     at_end(made.close)
     made.serve(folder.ledger, f"ipc://{tmp_path}/ledger")
-    running = InlineRun(g, plan, Settings(folder=str(folder.path), steps=3, ledger=made.address))
+    running = InlineRun(
+        g, plan, Settings(folder=str(folder.path), run=RunSettings(steps=3), ledger=made.address)
+    )
     assert isinstance(running.host.ledger, LedgerClient)
     running.start()
     running.run()

@@ -4,7 +4,7 @@ hold.
 
 from dataflow import Devices, Graph, Model, join, plan
 from dataflow.planning.plan import bounds_of
-from dataflow.planning.wiring import context_facts, edges
+from dataflow.planning.wiring import edges, graph_around
 from dataflow.staleness import Bound
 from dataflow.testing import FakeGenerator, FakePrompts, FakeTrainer
 from operators import Logprobs, Values
@@ -37,9 +37,7 @@ def test_only_a_generators_feedback_bounds_how_far_generation_runs_ahead() -> No
 
 def test_a_reader_is_told_how_old_its_weights_may_be_and_what_their_trainer_consumes() -> None:
     g = graph()
-    facts = {
-        node: context_facts(g, plan(g, Devices(cpus=2)), node)["feedback"] for node in g.operators
-    }
+    facts = {node: graph_around(g, plan(g, Devices(cpus=2)), node).feedback for node in g.operators}
     assert {node: bound for node, bound in facts.items() if bound is not None} == {
         "generator": Bound(max_staleness=3, prompts_per_step=512),
         "proximal_logprobs": Bound(max_staleness=1, prompts_per_step=512),

@@ -17,6 +17,7 @@ from dataflow.errors import DeadlineError
 from dataflow.limits import Limits, Patience
 from dataflow.planning.hosts import Devices
 from dataflow.planning.plan import plan
+from dataflow.runtime import RunSettings
 from dataflow.testing import FakeGenerator, FakePrompts, FakeTrainer
 from dataflow.worker.host import Settings
 from dataflow.worker.messages import (
@@ -56,7 +57,9 @@ def worker(link: FakeLink, start_s: float = 1.0) -> Worker:
     trainer(generator(graph.source(FakePrompts())))
     graph.feedback(trainer.weights, generator, max_staleness=1)
     made = plan(graph, Devices(cpus=2))
-    settings = Settings(folder="", worker="prompts", limits=Limits(start_s=start_s))
+    settings = Settings(
+        folder="", worker="prompts", run=RunSettings(limits=Limits(start_s=start_s))
+    )
     return Worker(graph, made, settings, link, clock=lambda: link.now)  # type: ignore[arg-type]
 
 
@@ -145,7 +148,9 @@ def test_a_receiver_that_moves_while_it_retires_has_gone_only_when_it_owes_nothi
 
 
 def test_what_a_worker_is_told_of_limits_reaches_it_over_the_wire() -> None:
-    settings = Settings(folder="", limits=Limits(start_s=900.0, patience=Patience(of_one=2)))
+    settings = Settings(
+        folder="", run=RunSettings(limits=Limits(start_s=900.0, patience=Patience(of_one=2)))
+    )
     assert msgspec.convert(msgpack.unpackb(msgpack.packb(asdict(settings))), Settings) == settings
 
 

@@ -12,6 +12,7 @@ import pytest
 import torch
 from replaying import recomputed, replayed
 from rigs.columns import check_columns, whole
+from rigs.contexts import make_context
 
 from dataflow.model import Model
 from dataflow.records import PROMPT_COLUMNS, ROLLOUT_COLUMNS, SAMPLING_MASK_TYPE
@@ -82,7 +83,7 @@ def build(folder):
     def make(*, context=None, **knobs):
         knobs = {"group_size": 4, "max_tokens": 12, "slots": 16, "segment_tokens": 8, **knobs}
         return Generator(Model(str(folder)), **knobs).build(
-            Context(node="generator", **(context or {}))
+            make_context(node="generator", **(context or {}))
         )
 
     return make

@@ -5,11 +5,11 @@ nothing lost.
 import numpy as np
 import pytest
 from rigs.columns import check_columns
+from rigs.contexts import make_context
 from test_runtime import FakePlane, letters, prompts, rows_of, run_dry
 
 from dataflow.model import Model
 from dataflow.records import PROMPT_COLUMNS, SAMPLING_MASK
-from dataflow.runtime import Context
 from operators.generator import Generator
 from operators.models.folders import ModelError
 
@@ -19,7 +19,7 @@ def build(folder):
     def make(*, context=None, **knobs):
         knobs = {"group_size": 4, "max_tokens": 30, "slots": 16, "segment_tokens": 8, **knobs}
         return Generator(Model(str(folder)), **knobs).build(
-            Context(node="generator", **(context or {}))
+            make_context(node="generator", **(context or {}))
         )
 
     return make

@@ -6,6 +6,7 @@ import numpy as np
 import pyarrow as pa
 import pytest
 from replaying import recomputed
+from rigs.contexts import make_context
 from rigs.ending import at_end
 from test_runtime import COLUMNS, FakePlane, letters, prompts, rows_of, run_dry
 
@@ -42,9 +43,9 @@ class Site:
         self.attempt += 1
         knobs = {"group_size": 4, "max_tokens": 44, "slots": 16, "segment_tokens": SEGMENT, **knobs}
         made = Generator(Model(str(self.policy)), **knobs).build(
-            Context(
+            make_context(
                 node="generator",
-                rank=replica,
+                replica=replica,
                 life=Life(attempt=self.attempt),
                 folder=self.folder,
                 ledger=self.ledger,
@@ -330,7 +331,7 @@ def test_parts_of_another_seed_or_another_prompt_begin_anew(site):
 
 
 def test_vllm_keeps_no_parts(site):
-    context = Context(
+    context = make_context(
         node="generator", folder=site.folder, ledger=site.ledger, columns={"train": COLUMNS}
     )
     assert partial_rollouts_of(Generator(Model("somewhere")), context) is not None

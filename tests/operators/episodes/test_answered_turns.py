@@ -10,10 +10,11 @@ import numpy as np
 import pyarrow as pa
 import pytest
 from rigs.columns import check_columns
+from rigs.contexts import make_context
 
 from dataflow import Model
 from dataflow.records import TURN_ANSWER, TURN_REQUEST, schema
-from dataflow.runtime import Batch, Context
+from dataflow.runtime import Batch
 from dataflow.staleness import Bound
 from operators import Generator
 from operators.generation.runtime import GeneratorRuntime
@@ -35,7 +36,7 @@ def generator(policy: Path) -> GeneratorRuntime:
     declared = Generator(
         Model(str(policy)).frozen(), group_size=4, max_tokens=6, slots=8, segment_tokens=50
     )
-    context = Context(node="generator", episodes=(EPISODE,), bounds={"prompts": BOUND})
+    context = make_context(node="generator", episodes=(EPISODE,), bounds={"prompts": BOUND})
     return declared.build(context)  # type: ignore[return-value]
 
 
@@ -190,7 +191,7 @@ def test_turns_bring_the_sampling_mask_where_the_generator_records_it(policy: Pa
         sampling_mask=True,
         segment_tokens=50,
     )
-    runtime = declared.build(Context(node="generator", episodes=(EPISODE,)))
+    runtime = declared.build(make_context(node="generator", episodes=(EPISODE,)))
     assert isinstance(runtime, GeneratorRuntime)
     asked(runtime, [1], [0])
     row = answered(runtime)[1]

@@ -8,7 +8,7 @@ import pytest
 
 from dataflow import Devices, Graph, GraphError, Model, Stream, plan, scorer
 from dataflow.planning.hosts import Host
-from dataflow.planning.wiring import context_facts, edges
+from dataflow.planning.wiring import edges, graph_around
 from dataflow.records import TURN_ANSWER, TURN_REQUEST
 from dataflow.testing import FakeGenerator, FakePrompts, FakeTrainer
 from operators import Evaluate, Generator, Prompts, episode
@@ -76,9 +76,9 @@ def test_rollouts_of_episodes_are_bounded_as_if_the_generator_drew_them_whole() 
     g, _ = graph()
     made = plan(g, Devices(cpus=4), steps=7)
     assert made.bounds["prompts"].max_staleness == 1 and made.bounds["prompts"].steps == 7
-    facts = context_facts(g, made, "generator")
-    assert facts["episodes"] == ("guess",) and facts["columns"] == {}
-    assert facts["bounds"] == made.bounds
+    facts = graph_around(g, made, "generator")
+    assert facts.episodes == ("guess",) and facts.columns == {}
+    assert facts.bounds == made.bounds
     assert made.placements["guess"].worker == "guess", "outside the generator's process"
 
 

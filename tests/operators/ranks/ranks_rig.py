@@ -10,11 +10,11 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+from rigs.contexts import make_context
 from torch.distributed.tensor import DTensor
 from trainer_rig import tiny_learner, tiny_llama
 
 from dataflow.limits import Limits
-from dataflow.runtime import Context
 from dataflow.system.messages import Channel, Message
 from operators.models.slices import Outline
 from operators.ranks.team import Team, codec_of, forked
@@ -86,7 +86,7 @@ def led(
     """
     torch.set_num_threads(1)
     limits = Limits(start_s=90.0, exchange_s=timeout_s)
-    context = Context(node="trainer", ranks=ranks, limits=limits, **facts)
+    context = make_context(node="trainer", ranks=ranks, limits=limits, **facts)
     make = make or (lambda: tiny_learner(trainer, tiny_llama()))
     making = Making(
         trainer=trainer, context=context, make=make, outline=found, key_value_heads=key_value_heads

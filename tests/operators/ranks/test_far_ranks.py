@@ -18,6 +18,7 @@ from test_ranks_processes import CODEC, Answer, End
 
 from dataflow.errors import RunError, WorkerDied
 from dataflow.limits import Limits
+from dataflow.runtime import RunSettings
 from dataflow.system.child import Child, fork
 from dataflow.system.rank_places import RankPlaces
 from dataflow.system.security import RunKeys
@@ -71,7 +72,7 @@ def there(line: RankLine, host: str, keys: RunKeys = KEYS) -> Child:
             host=host,
             ranks_at=line.address,
             keys=keys.to_plain(),
-            limits=LIMITS,
+            run=RunSettings(limits=LIMITS),
         )
         made = RankHost(settings, lambda told: answers(told["said"]))
         try:

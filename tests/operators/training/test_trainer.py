@@ -5,6 +5,7 @@ import json
 
 import pytest
 import torch
+from rigs.contexts import make_context
 from safetensors.torch import load_file
 from trainer_rig import (
     COLUMNS,
@@ -20,7 +21,7 @@ from transformers import AutoModelForCausalLM
 
 from dataflow.errors import GraphError, OperatorError
 from dataflow.model import Model
-from dataflow.runtime import Batch, Context
+from dataflow.runtime import Batch
 from operators.losses import aipo
 from operators.trainer import Trainer
 from operators.training.checkpoints import checkpoint
@@ -412,7 +413,7 @@ def _rows(number):
 
 
 def test_a_trainer_of_two_sources_is_refused():
-    context = Context(node="trainer", columns={"a": COLUMNS, "b": COLUMNS})
+    context = make_context(node="trainer", columns={"a": COLUMNS, "b": COLUMNS})
     with pytest.raises(GraphError, match=r"2 lead to it: \['a', 'b'\]"):
         TrainerRuntime(tiny_trainer(), context, tiny_learner(tiny_trainer()), None)
 
@@ -476,7 +477,7 @@ def test_a_trainer_without_faults_reads_what_its_loss_names():
 
 def test_a_schedule_ends_with_the_run_or_with_the_prompts_and_is_refused_where_nothing_ends():
     def rates(**facts):
-        context = Context(node="trainer", columns={"prompts": COLUMNS}, **facts)
+        context = make_context(node="trainer", columns={"prompts": COLUMNS}, **facts)
         runtime = TrainerRuntime(trainer, context, tiny_learner(trainer), None)
         return runtime._making.decay_steps
 

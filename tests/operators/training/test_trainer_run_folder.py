@@ -13,6 +13,7 @@ from typing import Any, NoReturn
 
 import pytest
 import torch
+from rigs.contexts import make_context
 from safetensors.torch import load_file
 from trainer_rig import COLUMNS, VOCABULARY, Plane, Rig, group, rig, tiny_llama, tiny_trainer
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -61,7 +62,7 @@ def _train(
     own_folder: str | None = None,
 ) -> Plane:
     plane = Plane([])
-    context = Context(
+    context = make_context(
         node="trainer",
         steps=steps,
         columns={"prompts": COLUMNS},

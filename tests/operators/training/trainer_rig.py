@@ -12,11 +12,12 @@ import numpy as np
 import pyarrow as pa
 import torch
 from rigs.columns import whole
+from rigs.contexts import make_context
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from dataflow.model import Model
 from dataflow.records import PROMPT_COLUMNS, ROLLOUT_COLUMNS, schema
-from dataflow.runtime import Batch, Context
+from dataflow.runtime import Batch
 from dataflow.staleness import Bound
 from operators.trainer import Trainer
 from operators.training.learner.build import learner_of
@@ -349,7 +350,7 @@ def rig(
             max_staleness=max_staleness, prompts_per_step=trainer.prompts_per_step, steps=steps
         )
         bounds = {"prompts": bound}
-    context = Context(
+    context = make_context(
         node="trainer",
         steps=steps,
         columns={"prompts": COLUMNS},

@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 import torch
 import transformers
+from rigs.contexts import make_context
 
 from bench.generator.cases import save_words
 from dataflow import Model
-from dataflow.runtime import Context
 from operators import Generator
 from operators.engine.build import adapt, build_native
 from operators.engine.cuda.fuse import fuse_layers
@@ -215,7 +215,7 @@ def test_a_generator_that_compiles_draws_from_the_same_distribution(gpu, tmp_pat
     declared = Generator(
         Model(str(tmp_path)), compile=True, slots=32, context_tokens=160, cache_bytes=1 << 28
     )
-    engine = build_native(declared, Context(node="generator", device="cuda:0")).engine
+    engine = build_native(declared, make_context(node="generator", device="cuda:0")).engine
     rows = drive(engine, starts())
     assert engine.graphed.replays.captured > 0
     assert all(layer._compiled_call_impl is not None for layer in engine.model.model.layers)

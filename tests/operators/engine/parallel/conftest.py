@@ -12,7 +12,7 @@ from slices_rig import Rig
 
 from dataflow.limits import Limits
 from dataflow.model import Model
-from dataflow.runtime import Context
+from dataflow.runtime import Context, RunSettings
 from operators.engine.build import make_engine
 from operators.engine.parallel import lockstep
 from operators.engine.parallel.lockstep import make_parallel
@@ -60,7 +60,11 @@ def together() -> Iterator[Callable[..., Any]]:
 
     def make(declaration: Generator, size: int = 2, timeout_s: float = 30.0) -> Any:
         limits = Limits(start_s=90.0, exchange_s=timeout_s)
-        made.append(make_parallel(declaration, replace(CONTEXT, limits=limits), size).engine)
+        made.append(
+            make_parallel(
+                declaration, replace(CONTEXT, run=RunSettings(limits=limits)), size
+            ).engine
+        )
         return made[-1]
 
     yield make

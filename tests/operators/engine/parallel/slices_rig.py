@@ -11,9 +11,9 @@ from typing import Any
 
 import torch
 import xxhash
+from rigs.contexts import make_context
 
 from dataflow.limits import Limits
-from dataflow.runtime import Context
 from dataflow.weight_ends import OpensWeights, WeightSite
 from dataflow.worker.weight_ports import open_reader
 from operators.engine.parallel.lockstep import make_parallel
@@ -114,7 +114,7 @@ class Rig:
         self.opens = Opens(f"ipc://{folder}/w", str(folder), executor, context.get("device", "cpu"))
         self.size = size
         limits = Limits(start_s=90.0, exchange_s=timeout_s)
-        known = Context(node="generator", reader=self.opens, limits=limits, **context)
+        known = make_context(node="generator", reader=self.opens, limits=limits, **context)
         built = make_parallel(declaration, known, size)
         assert built.reader is not None and built.native is not None
         self.native, self.ranks = built.native, built.ranks

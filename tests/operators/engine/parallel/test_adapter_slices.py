@@ -14,11 +14,11 @@ import torch
 import xxhash
 from replaying import drive
 from rigs.adapter_files import save
+from rigs.contexts import make_context
 from slices_rig import part, values
 from test_two_ranks import assert_alike, groups, take
 
 from dataflow.model import LoRA, Model
-from dataflow.runtime import Context
 from operators.engine.build import make_engine
 from operators.engine.parallel.lockstep import make_parallel
 from operators.generator import Generator
@@ -118,7 +118,7 @@ def test_two_gpus_merge_adapters_into_their_slices(declare, tmp_path) -> None:
     if torch.cuda.device_count() < 2:
         pytest.skip("needs two GPUs")
     declaration = of_a_folder(declare("llama", temperature=0.0), tmp_path / "adapters")
-    context = Context(node="generator", device="cuda:0")
+    context = make_context(node="generator", device="cuda:0")
     expected = drive(make_engine(declaration, context).engine, groups())
     engine = make_parallel(declaration, context, 2).engine
     try:

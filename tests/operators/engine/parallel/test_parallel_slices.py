@@ -14,13 +14,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+from rigs.contexts import make_context
 from slices_rig import WAIT_S, Opens, Rig, assert_slices, publish, values, writer
 
 from dataflow import Graph, Model
 from dataflow.errors import DeadlineError, RunError, WorkerDied
 from dataflow.planning.hosts import Devices
 from dataflow.planning.plan import plan
-from dataflow.runtime import Context
 from dataflow.testing import FakeGenerator, FakePrompts, FakeTrainer
 from dataflow.weight_ends import OpensWeights, WeightSite
 from dataflow.worker.host import Settings
@@ -262,7 +262,9 @@ def test_the_generators_runtime_has_every_rank_take_its_own_slices(
 ):
     folder = tmp_path_factory.mktemp("w")
     opens = Opens(f"ipc://{folder}/w", str(folder), executor)
-    runtime = GeneratorRuntime(declare(tensor_parallel=2), Context(node="generator", reader=opens))
+    runtime = GeneratorRuntime(
+        declare(tensor_parallel=2), make_context(node="generator", reader=opens)
+    )
     engine: Any = runtime.engine
     shapes = {name: shard.shape for name, shard in engine.shards.items()}
     trainer_end = writer(values(shapes, 0), opens)

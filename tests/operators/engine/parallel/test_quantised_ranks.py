@@ -13,10 +13,10 @@ import pytest
 import torch
 import xxhash
 from replaying import drive, recomputed
+from rigs.contexts import make_context
 from slices_rig import part
 from test_two_ranks import assert_alike, groups
 
-from dataflow.runtime import Context
 from operators.engine.build import make_engine
 from operators.engine.precision import linear_weights, quantise, unrounded
 from operators.engine.precision.intake import SCALE
@@ -171,7 +171,7 @@ def test_two_gpus_hold_the_slices_of_what_one_trainer_rank_quantises(
     }
     declaration = declare("llama", changes, weights=weights)
     object.__setattr__(declaration.model, "dtype", "bfloat16")
-    context = Context(node="generator", device="cuda:0", quantized=declaration.quantized)
+    context = make_context(node="generator", device="cuda:0", quantized=declaration.quantized)
     policy = make_model("llama", seed=1, **changes).bfloat16()
     new = encoded(policy, weights)
     ranks = fed(declaration, executor="gloo", device="cuda:0", quantized=declaration.quantized)

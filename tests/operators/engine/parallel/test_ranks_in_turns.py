@@ -13,12 +13,12 @@ from typing import Any
 import pytest
 import torch
 from replaying import drive
+from rigs.contexts import make_context
 from slices_rig import Rig, assert_slices
 from test_two_ranks import assert_alike, groups, take
 
 from dataflow.errors import WorkerDied
 from dataflow.limits import Limits
-from dataflow.runtime import Context
 from operators.engine.decode import put_aside
 from operators.engine.parallel.lockstep import make_parallel
 from operators.models.read_weights import ReadWeights
@@ -33,7 +33,7 @@ def frozen() -> Iterator[Callable[..., Any]]:
 
     def make(declaration: Any, aside: Path, device: str = "cpu") -> Any:
         limits = Limits(start_s=90.0, exchange_s=30.0)
-        context = Context(node="generator", device=device, aside=aside, limits=limits)
+        context = make_context(node="generator", device=device, aside=aside, limits=limits)
         made.append(make_parallel(declaration, context, 2))
         return made[-1]
 

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 import torch
 from replaying import drive
+from rigs.contexts import make_context
 from slices_rig import assert_slices, values
 
-from dataflow.runtime import Context
 from operators.engine.build import make_engine
 from operators.engine.interface import ABORTED, PromptStart
 from operators.engine.parallel.lockstep import make_parallel
@@ -205,7 +205,7 @@ def test_two_gpus_draw_what_one_draws(declare, alone):
     if torch.cuda.device_count() < 2:
         pytest.skip("needs two GPUs")
     declaration = declare("llama", temperature=0.0)
-    context = Context(node="generator", device="cuda:0")
+    context = make_context(node="generator", device="cuda:0")
     expected = drive(make_engine(declaration, context).engine, groups())
     engine = make_parallel(declaration, context, 2).engine
     try:

@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 import torch
 from replaying import drive, recomputed, replayed
+from rigs.contexts import make_context
 from test_runtime import FakePlane, letters, rows_of, run_dry
 from test_runtime import prompts as batch_of
 
 from dataflow.model import Model
-from dataflow.runtime import Context
 from operators.engine.interface import ABORTED, STOPPED, TOO_LONG, PromptStart
 from operators.engine.sampler import Sampling
 from operators.engine.stop_strings import StopStrings
@@ -238,7 +238,7 @@ def test_a_generator_on_vllm_sends_whole_groups_under_two_versions(real, wide, p
     declared = Generator(
         Model(str(wide)), engine="vllm", group_size=4, max_tokens=20, slots=8, context_tokens=128
     )
-    runtime = declared.build(Context(node="generator", reader=plane))
+    runtime = declared.build(make_context(node="generator", reader=plane))
     try:
         runtime.push(batch_of(letters(6)))
         rows = rows_of(run_dry(runtime, turns=5000))

@@ -7,12 +7,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from rigs.contexts import make_context
 from trainer_rig import COLUMNS, VOCABULARY, Plane, group, tiny_llama
 
 from dataflow.folder.ledger import Ledger
 from dataflow.folder.run_folder import RunFolder
 from dataflow.model import LoRA, Model
-from dataflow.runtime import Batch, Context
+from dataflow.runtime import Batch
 from dataflow.staleness import Bound
 from operators.trainer import Trainer
 from operators.warm_start.train import character_tokenizer
@@ -38,7 +39,7 @@ def _train(
     model: Model, run: tuple[RunFolder, Ledger], steps: int
 ) -> dict[int, dict[str, torch.Tensor]]:
     plane = Plane([])
-    context = Context(
+    context = make_context(
         node="trainer",
         steps=steps,
         columns={"prompts": COLUMNS},

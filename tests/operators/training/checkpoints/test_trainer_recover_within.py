@@ -120,7 +120,7 @@ def test_a_killed_trainer_makes_only_the_steps_after_its_own_checkpoint_again_an
     again = TrainerLife(
         folder,
         trainer,
-        columns=facts.get("columns", first.context.columns["prompts"]),
+        columns=facts.get("columns", first.context.graph.columns["prompts"]),
         clock=Clock(),
     )
     assert again.runtime.status()["catching_up"] == 20 - kept
