@@ -4,15 +4,19 @@
 
 import dataclasses
 import inspect
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Generic, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, Self, TypeVar
 
 from dataflow.errors import GraphError, KnobCheck
 from dataflow.model import Model
 from dataflow.records import PROMPT_COLUMNS, ROLLOUT_COLUMNS, ROLLOUT_ID, Columns
 from dataflow.runtime import Context, Runtime
 from dataflow.settable import Settable, settable_fields
+
+if TYPE_CHECKING:
+    from dataflow.graph import Graph
+    from dataflow.history.replay import ReplayScript
 
 # Rows on their way through a graph as a Python type (Stream), and join; parameters are another
 # type (Weights).
@@ -29,20 +33,6 @@ class Rollout(Prompt):
 R_co = TypeVar("R_co", bound=Prompt, covariant=True)
 
 
-class Builder(Protocol):
-    """The graph that a stream belongs to, as far as what is applied to the stream has to know
-    it.
-    """
-
-    name: str
-
-    def apply(self, operator: Any, stream: "Stream[Any]") -> "Stream[Rollout]":
-        """What `operator(stream)` does."""
-
-    def merge(self, streams: "tuple[Stream[Any], ...]") -> "Stream[Rollout]":
-        """What `join(a, b, ...)` does."""
-
-
 @dataclass(frozen=True)
 class Stream(Generic[R_co]):
     """Rows that leave `node`, all from the source `source`.
@@ -54,7 +44,7 @@ class Stream(Generic[R_co]):
     ('prompts', True)
     """
 
-    graph: Builder
+    graph: "Graph"
     node: str
     source: str
     columns: Columns
@@ -119,8 +109,8 @@ class Split:
     """Of them that share out each layer."""
 
     @property
-    def unit(self) -> int:
-        """It takes a multiple of so many processes."""
+    def least_ranks(self) -> int:
+        """A replica takes a multiple of so many."""
         return self.tensor_parallel * self.dp_replicate
 
 
@@ -135,6 +125,8 @@ class SamplingTraits:
     that computes their log-probabilities has those of another distribution."""
     top_k: int = 0
     """Token ids among which each is drawn; 0: all."""
+    stop: tuple[str | int, ...] = ()
+    """Texts and token ids that end a completion."""
     max_tokens: int | None = None
     """Most tokens of a completion; None: not known."""
     context_tokens: int | None = None
@@ -199,6 +191,8 @@ class Traits:
     chat: bool | None = None
     """Of a source, whether its prompts are chat messages; of others, whether they take prompts for
     such and lay them out. None: not known, or it reads no prompts as text."""
+    chat_options: Mapping[str, Any] = field(default_factory=dict)
+    """The chat template's own, where it lays prompts out."""
     sleeps: bool = False
     """Whether its runtime can give its devices' memory back and take it again, so that it may share
     them in turns."""
@@ -304,13 +298,13 @@ class Operator(metaclass=KnobCheck):
         """
         return settable_fields(self)
 
-    def with_knob(self, knob: str, value: Any) -> "Operator":
+    def with_knob(self, knob: str, value: Any) -> Self:
         """The same declaration with another value of a knob that may change. GraphError where it is
         of another kind.
         """
         return self._with(knob, self.settable()[knob].taken(value, self.name, knob))
 
-    def _with(self, knob: str, value: Any) -> "Operator":
+    def _with(self, knob: str, value: Any) -> Self:
         return dataclasses.replace(self, **{knob: value})
 
     def at_temperature(self, temperature: float) -> "Operator":
@@ -335,14 +329,13 @@ class Operator(metaclass=KnobCheck):
         raise TypeError(f"{type(self).__name__} has no runtime; give the class a `build` method")
 
 
-def _graph_of(operator: Operator, stream: Any) -> Builder:
-    graph = getattr(stream, "graph", None)
-    if graph is None:
+def _graph_of(operator: Operator, stream: Stream[Any]) -> "Graph":
+    if not isinstance(stream, Stream):
         raise GraphError(
             f"'{operator.name}' is applied to {type(stream).__name__} {stream!r:.60}, which is no"
             " stream; apply it to g.source(...) or to another operator's output"
         )
-    return graph  # type: ignore[no-any-return]
+    return stream.graph
 
 
 @dataclass(frozen=True, eq=False)
@@ -433,6 +426,13 @@ class Learn(Sink):
     def step_prompts(self) -> int:
         """Groups that one step consumes."""
         return 1
+
+    def replay(self, script: "ReplayScript") -> Iterator[Mapping[str, float]]:
+        """Train recorded steps again: the figures of each, in order."""
+        raise GraphError(
+            f"'{self.name}' is a {type(self).__name__}, which cannot replay steps; replay those of"
+            " a Trainer"
+        )
 
     @property
     def weights(self) -> "Weights":

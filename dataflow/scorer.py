@@ -8,7 +8,7 @@ import inspect
 import math
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Generic, Literal, ParamSpec, TypeVar, cast, overload
+from typing import Any, ClassVar, Generic, Literal, ParamSpec, Self, TypeVar, cast, overload
 
 import pyarrow as pa
 
@@ -205,7 +205,7 @@ class Scorer(Transform, Generic[P, T_co]):
         values = {**self.signature.defaults, **self.given_knobs}
         return settable_parameters(values, getattr(self.function, "__annotations__", {}), RESTART)
 
-    def _with(self, knob: str, value: Any) -> "Scorer[P, T_co]":
+    def _with(self, knob: str, value: Any) -> Self:
         return dataclasses.replace(self, given_knobs={**self.given_knobs, knob: value})
 
     def faults(self) -> list[str]:

@@ -53,7 +53,11 @@ class Demonstrations(Generate):
     @property
     def traits(self) -> Traits:
         """It lays prompts out."""
-        return Traits(chat=self.chat, sampling=SamplingTraits(context_tokens=self.context_tokens))
+        return Traits(
+            sampling=SamplingTraits(context_tokens=self.context_tokens),
+            chat=self.chat,
+            chat_options=self.chat_template_kwargs or {},
+        )
 
     @property
     def uses(self) -> Model | None:

@@ -5,14 +5,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, Self
 
 import pyarrow as pa
 
 from dataflow.errors import is_number, is_whole
 from dataflow.model import Model, holds_adapters
 from dataflow.model_files import template_fault
-from dataflow.node import CapacityTraits, Generate, Operator, SamplingTraits, Split, Traits
+from dataflow.node import CapacityTraits, Generate, SamplingTraits, Split, Traits
 from dataflow.records import RAW_COMPLETION, SAMPLED_COLUMNS, SAMPLING_MASK, TEMPERATURE, Columns
 from dataflow.runtime import Context, Runtime
 from dataflow.settable import GROUP, settable
@@ -106,6 +106,7 @@ class GeneratorKnobs(Generate):
                 temperature=self.temperature,
                 unrecorded=self._unrecorded,
                 top_k=self.top_k,
+                stop=self.stop,
                 max_tokens=self.max_tokens,
                 context_tokens=self.context_tokens or getattr(self.model, "context_tokens", None),
             ),
@@ -113,6 +114,7 @@ class GeneratorKnobs(Generate):
                 in_flight=self.in_flight, slots=self.slots, cache_bytes=self.cache_bytes
             ),
             chat=self.chat,
+            chat_options=self.chat_template_kwargs or {},
             sleeps=self.engine == "native" and not self.compile,
         )
 
@@ -147,7 +149,7 @@ class GeneratorKnobs(Generate):
             f"{way_out}, or take a loss without a ratio",
         )
 
-    def _with(self, knob: str, value: Any) -> Operator:
+    def _with(self, knob: str, value: Any) -> Self:
         """Rows keep the columns that they have while a run goes on."""
         changed = super()._with(knob, value)
         return changed._with("sampling_mask", self.records_mask) if knob in TRUNCATION else changed

@@ -97,9 +97,7 @@ class PromptRuntime(Runtime):
         ready."""
         self._last = None if epochs is None else epochs * len(table)
         bound = context.graph.bounds.get(self._source)
-        steps = (
-            None if bound is None else bound.steps if bound.steps is not None else context.run.steps
-        )
+        steps = context.run.steps if bound is None or bound.steps is None else bound.steps
         self._needed = None if bound is None or steps is None else steps * bound.prompts_per_step
         self._dropped_groups = 0
         self._is_draining = False
@@ -391,9 +389,8 @@ class Prompts(Source):
     @property
     def traits(self) -> Traits:
         """How often it issues its rows, for how many rollouts each, and whether they are chats."""
-        return Traits(
-            source=SourceTraits(epochs=self.epochs, group_size=self.group_size), chat=self.chat
-        )
+        issues = SourceTraits(epochs=self.epochs, group_size=self.group_size)
+        return Traits(source=issues, chat=self.chat)
 
     def extra_columns(self) -> Columns:
         """The asked-for columns, typed as stated, else as in the first rows, else as text."""

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import KW_ONLY, dataclass, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 import numpy as np
 
@@ -197,7 +197,7 @@ class TrainerKnobs(Learn):
         settable = settable_parameters(loss.knobs, annotations, STEP)
         return {name: setting for name, setting in settable.items() if name not in own}
 
-    def _with(self, knob: str, value: Any) -> Operator:
+    def _with(self, knob: str, value: Any) -> Self:
         if knob in super().settable():
             return super()._with(knob, value)
         return replace(self, loss=functools.partial(self.loss, **{knob: value}))

@@ -4,21 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable, Sequence
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Generic, TypeVar
 
 from dataflow.folder.ledger import BaseLedger
 from dataflow.folder.live_changes import MAX_STALENESS, KnobChange, bound_at, record_knobs
+from dataflow.node import Learn
 from dataflow.staleness import Bound
 
-
-class HasKnobs(Protocol):
-    """What a declaration must have: `dataflow.node.Operator` does."""
-
-    def with_knob(self, knob: str, value: Any) -> Any:
-        """The same with another value of a knob."""
-
-
-T = TypeVar("T", bound=HasKnobs)
+T = TypeVar("T", bound=Learn)
 
 
 class KnobsByStep(Generic[T]):

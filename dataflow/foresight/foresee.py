@@ -629,7 +629,8 @@ def only(graph: Structure, kind: type[T]) -> T:
     operators = [
         operator
         for operator in graph.operators.values()
-        if isinstance(operator, kind) and getattr(operator, "asks", None) is None
+        if isinstance(operator, kind)
+        and not (isinstance(operator, Generate) and operator.asks is not None)
     ]
     if len(operators) != 1:
         raise GraphError(

@@ -79,7 +79,8 @@ class Workload:
                     f"a workload tells of '{name}', which graph '{graph.name}' does not have{hint}"
                 )
         for name in (*self.turns, *self.world_s):
-            if getattr(graph.operators[name], "asks", None) is None:
+            operator = graph.operators[name]
+            if not isinstance(operator, Generate) or operator.asks is None:
                 raise GraphError(
                     f"a workload tells of turns of '{name}', which is no episode; say it of one, or"
                     " leave it out"

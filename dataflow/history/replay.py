@@ -5,10 +5,10 @@ losses repeat.
 import dataclasses
 import json
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.compute as pc
@@ -23,6 +23,7 @@ from dataflow.graph import Graph
 from dataflow.history.describe import graph_facts
 from dataflow.history.launch import Wishes
 from dataflow.history.resume import RecordedRun, check_same
+from dataflow.node import Learn
 from dataflow.records import GROUP_ID
 from dataflow.structure import own_folder, trainers
 from dataflow.system.files import RunFolderError
@@ -50,14 +51,6 @@ class ReplayScript:
     """Changes of the trainer's knobs, each with the step from which it counts."""
     loss: str = ""
     out: Path | None = None
-
-
-@runtime_checkable
-class Replays(Protocol):
-    """A trainer that can train recorded steps again."""
-
-    def replay(self, script: ReplayScript) -> Iterator[Mapping[str, float]]:
-        """The figures of each step, in order."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,8 +85,7 @@ def replay(graph: Graph, wishes: Wishes) -> Iterator[Compared]:
     check_same(folder, recorded, graph_facts(graph), None)
     node = _trainer(graph, wishes.trainer)
     trainer = graph.operators[node]
-    if not isinstance(trainer, Replays):
-        raise GraphError(f"'{node}' is a {type(trainer).__name__}, which cannot replay steps")
+    assert isinstance(trainer, Learn), "it trains"
     out = Path(wishes.out).absolute() if wishes.out else None
     if out is not None and out.resolve().is_relative_to(folder.path):
         raise RunError(

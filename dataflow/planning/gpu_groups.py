@@ -179,7 +179,7 @@ def threads_of(
 def ranks_of(operator: Operator, gpus: int, wish: int | None, one_process: bool) -> int:
     """Processes that share out one replica of an operator; its worker starts all but the first."""
     name, traits = operator.name, operator.traits
-    unit = traits.split.unit
+    unit = traits.split.least_ranks
     if not operator.trains:
         if wish is not None:
             raise GraphError(

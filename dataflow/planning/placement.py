@@ -80,7 +80,7 @@ class Placement:
         """How ranks that do not all do the same share the model out: `2 x 2 (replicate x shard)`;
         else empty.
         """
-        copies, shards = self.split.dp_replicate, self.ranks // self.split.unit
+        copies, shards = self.split.dp_replicate, self.ranks // self.split.least_ranks
         axes = {"replicate": copies, "shard": shards, "tensor": self.split.tensor_parallel}
         used = {name: size for name, size in axes.items() if size > 1}
         if len(used) < 2 and copies == 1:

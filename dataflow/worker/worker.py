@@ -139,7 +139,7 @@ class Worker:
             device=lambda node: settings.device if plan.placements[node].gpus else "cpu",
             clock=clock,
             places=rank_line.places_of(
-                settings, starts=self._ranks, meets_at=getattr(self._ranks, "address", "")
+                settings, starts=self._ranks, meets_at=self._ranks.address if self._ranks else ""
             ),
         )
         self._process = psutil.Process()

@@ -221,7 +221,7 @@ class AgentsRuntime(EpisodesRuntime):
         ends, stop = stops_of(
             tokenizer,
             SimpleNamespace(config=config, generation_config=generation),
-            getattr(generator, "stop", ()),
+            generator.traits.sampling.stop,
             int(config.get_text_config().vocab_size),
             chat=bool(generator.traits.chat),
         )
@@ -232,7 +232,7 @@ class AgentsRuntime(EpisodesRuntime):
             past=agent.past,
             stop=stop,
             ends=ends,
-            options=getattr(generator, "chat_template_kwargs", None),
+            options=generator.traits.chat_options,
         )
         self._endpoint = EndpointThread(service, self._turns_in_run, agent.port)
 

@@ -141,7 +141,7 @@ class EpisodesRuntime(Runtime):
         )
         self._tokenizer = load_tokenizer(episode.generator.uses)
         self._optional = [name for name in SAMPLED_COLUMNS if name in episode.provides({})]
-        options = getattr(episode.generator, "chat_template_kwargs", None) or {}
+        options = episode.generator.traits.chat_options
         self._form = ChatFormat(self._tokenizer, **options) if episode.traits.chat else None
         self._plain = PlainContext(self._tokenizer)
         box = episode.toolbox(self._form)

@@ -139,8 +139,7 @@ def too_long(taker: Generate, table: pa.Table) -> str:
         else np.random.default_rng(0).choice(may_be, -(-len(may_be) // step), replace=False)
     )
     rows, tokenizer = table.take(pa.array(looked)), load_tokenizer(model)
-    options = getattr(taker, "chat_template_kwargs", None) or {}
-    template = ChatTemplate(tokenizer, **options) if taker.traits.chat else None
+    template = ChatTemplate(tokenizer, **taker.traits.chat_options) if taker.traits.chat else None
     texts, layouts = rows.column(PROMPT).to_pylist(), RowLayout.of_rows(rows)
     tokens = encode(
         tokenizer, texts, layouts, node=taker.name, template=template, context_tokens=most

@@ -115,7 +115,7 @@ def best_learner(
     for way in ways:
         variant: Any = dataclasses.replace(trainer, **way)
         traits = variant.traits
-        if ranks % traits.split.unit:
+        if ranks % traits.split.least_ranks:
             continue
         need = need_of(graph, variant, size, ranks, on_gpu=True)
         if need is not None and need.total > room:
@@ -328,7 +328,7 @@ def _on_gpus(
 ) -> list[Candidate]:
     trainer, generator = only(graph, Learn), only(graph, Generate)
     helper_gpus = {
-        name: operator.traits.split.unit
+        name: operator.traits.split.least_ranks
         for name, operator in graph.operators.items()
         if operator.uses is not None and operator not in (trainer, generator) and not operator.light
     }
@@ -359,7 +359,7 @@ def _on_gpus(
         for makes in splits(
             total,
             way.get("tensor_parallel", generator.traits.split.tensor_parallel),
-            1 if knobs else trainer.traits.split.unit,
+            1 if knobs else trainer.traits.split.least_ranks,
             each_way,
             lambda ranks: bool(seated(ranks)),
         )
@@ -380,7 +380,7 @@ def _on_gpus(
         if total <= most_shared
         and not trains_on
         and total % way.get("tensor_parallel", generator.traits.split.tensor_parallel) == 0
-        and total % (1 if knobs else trainer.traits.split.unit) == 0
+        and total % (1 if knobs else trainer.traits.split.least_ranks) == 0
     ]
 
 
@@ -445,7 +445,7 @@ def _on_cores(graph: Graph, cores: int) -> list[Candidate]:
     """Replicas and ranks, and ranks of each replica: as many as there are cores, at most."""
     trainer, generator = only(graph, Learn), only(graph, Generate)
     counts = _counts(cores)
-    unit = trainer.traits.split.unit
+    unit = trainer.traits.split.least_ranks
     return [
         Candidate(
             replicas={generator.name: replicas},

@@ -509,9 +509,8 @@ def test_a_run_whose_ledger_another_process_has_open_is_clean(tmp_path: Path) ->
     made = LedgerProcess()
     at_end(made.close)
     made.serve(folder.ledger, f"ipc://{tmp_path}/ledger")
-    running = InlineRun(
-        g, plan, Settings(folder=str(folder.path), run=RunSettings(steps=3), ledger=made.address)
-    )
+    told = Settings(folder=str(folder.path), run=RunSettings(steps=3), ledger=made.address)
+    running = InlineRun(g, plan, told)
     assert isinstance(running.host.ledger, LedgerClient)
     running.start()
     running.run()

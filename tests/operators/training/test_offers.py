@@ -3,6 +3,8 @@
 from types import SimpleNamespace
 from typing import Any
 
+from rigs.contexts import make_context
+
 from operators.training.offers import Offers
 from transport.weights.protocol.roster import Sent
 
@@ -13,7 +15,7 @@ def offers(*ends: dict[str, Sent]) -> Offers:
     refreshers = {
         f"every {line}": lambda tensors, end=end: end for line, end in enumerate(opened[1:], 1)
     }
-    context: Any = SimpleNamespace(writer=lambda tensors: opened[0], refreshers=refreshers)
+    context = make_context(node="trainer", writer=lambda tensors: opened[0], refreshers=refreshers)
     learner: Any = SimpleNamespace(offered=lambda line: {}, writers={})
     return Offers(context, learner)
 

@@ -10,6 +10,7 @@ import torch
 from trainer_rig import Plane, group, rig
 
 from dataflow.limits import Limits
+from dataflow.runtime import WeightEnds
 from operators.training.offers import Offers
 
 
@@ -54,7 +55,7 @@ def test_an_update_waits_for_who_reads_the_weights_and_tells_whom_it_gave_up(
     open_ends = Offers.__init__
 
     def opened(self: Offers, context: Any, learner: Any) -> None:
-        context.__dict__.update(writer=lambda tensors: plane, log=log)
+        context.__dict__.update(weights=WeightEnds(writer=lambda tensors: plane), log=log)
         open_ends(self, context, learner)
 
     monkeypatch.setattr(Offers, "__init__", opened)

@@ -67,7 +67,6 @@ def test_a_start_and_a_declaration_come_through_as_they_were(tokenizer):
     settings = EngineSettings(
         declaration=declaration,
         node="n",
-        replica=0,
         rank=1,
         size=2,
         device="cpu",
