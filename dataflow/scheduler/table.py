@@ -126,7 +126,31 @@ class Membership(StrEnum):
 
 
 @dataclass(kw_only=True)
-class WorkerRecord:
+class SeenProcess:
+    """What a scheduler sees of a worker's process; the next one learns it from the forkserver and
+    from heartbeats.
+    """
+
+    has_process: bool = False
+    pid: int = 0
+    """0: it has not said hello."""
+    forked_at: float = 0.0
+    heard_at: float = 0.0
+    """When its last message came."""
+    dying_since: float = 0.0
+    stopped_since: float | None = None
+    """Since when it stands still, stopped by a signal (SIGSTOP)."""
+    heartbeat: Heartbeat | None = None
+    stacks: tuple[float, Sequence[Any]] | None = None
+    """When it told where its threads are, and where."""
+    is_reachable: bool = True
+    """Whether it has found the socket of this scheduler: until then no message reaches it."""
+    deferred: list[ToWorker] = field(default_factory=list)
+    """Messages that it is sent as soon as it has."""
+
+
+@dataclass(kw_only=True)
+class WorkerRecord(SeenProcess):
     """One worker: the attempt under way, what those before it did, and its place among the
     others.
     """
@@ -147,31 +171,14 @@ class WorkerRecord:
     life: Life = Life()
     """Of the process under way, or of the last one."""
 
-    # The process
-    has_process: bool = False
-    pid: int = 0
-    """0: it has not said hello."""
     machine: str = ""
-    """On which that is its number."""
-    forked_at: float = 0.0
-    heard_at: float = 0.0
-    """When its last message came."""
-    dying_since: float = 0.0
-    stopped_since: float | None = None
-    """Since when it stands still, stopped by a signal (SIGSTOP)."""
+    """On which its process has its number."""
     cause: str = ""
     """Why it is dying, or down."""
     lasting: bool = False
     """Whether a restart does not mend that."""
-    heartbeat: Heartbeat | None = None
-    stacks: tuple[float, Sequence[Any]] | None = None
-    """When it told where its threads are, and where."""
     earlier: Told = field(default_factory=dict)
     """Sums over the attempts before this one."""
-    is_reachable: bool = True
-    """Whether it has found the socket of this scheduler: until then no message reaches it."""
-    deferred: list[ToWorker] = field(default_factory=list)
-    """Messages that it is sent as soon as it has."""
 
     # Its restarts
     restart_at: float | None = None
@@ -289,22 +296,9 @@ class WorkerRecord:
         }
 
 
-_OF_THIS_SCHEDULER = {
-    "has_process",
-    "pid",
-    "forked_at",
-    "heard_at",
-    "dying_since",
-    "stopped_since",
-    "heartbeat",
-    "stacks",
-    "is_reachable",
-    "deferred",
-}
 _TUPLES = ("nodes", "gpus", "rank_hosts", "life")
-_REMEMBERED = [
-    field_.name for field_ in fields(WorkerRecord) if field_.name not in _OF_THIS_SCHEDULER
-]
+_SEEN = {field_.name for field_ in fields(SeenProcess)}
+_REMEMBERED = [field_.name for field_ in fields(WorkerRecord) if field_.name not in _SEEN]
 
 
 @dataclass(kw_only=True)
