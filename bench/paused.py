@@ -40,8 +40,8 @@ from bench.report import Figure, Report
 from dataflow.errors import DataflowError
 from dataflow.folder.ledger import Ledger
 from dataflow.folder.run_folder import RunFolder
+from dataflow.limits import Limits
 from dataflow.runner import run
-from dataflow.scheduler.control import Limits
 from dataflow.scheduler.requests import ask_for_facts
 from dataflow.staleness import capacity
 

@@ -31,6 +31,7 @@ from bench.report import Report
 from dataflow.agent.messages import Begin, Built
 from dataflow.folder.run_folder import RunFolder
 from dataflow.limits import Limits
+from dataflow.runtime import RunSettings
 from dataflow.scheduler.agents import Agents
 from dataflow.scheduler.control import Scheduler
 from dataflow.scheduler.control_server import HostsControlServer
@@ -99,9 +100,8 @@ def _measured(
     )
     gathered_s = time.monotonic() - began
     clock = RunClock(0.0)
-    scheduler = Scheduler(
-        controller, plan, Settings(folder=str(folder)), limits=limits, clock=clock, server=server
-    )
+    settings = Settings(folder=str(folder), run=RunSettings(limits=limits))
+    scheduler = Scheduler(controller, plan, settings, clock=clock, server=server)
     watch = ProgressWatch(controller, plan, RunFolder(folder), None, clock)
     closing = open_.enter_context(contextlib.ExitStack())
     closing.callback(scheduler.close)

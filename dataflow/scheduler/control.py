@@ -20,7 +20,6 @@ from dataflow.folder.live_changes import KnobChange, latest_swaps
 from dataflow.folder.request_log import RequestLog
 from dataflow.folder.snapshot import SnapshotFile
 from dataflow.graph import Graph
-from dataflow.limits import Limits as Limits
 from dataflow.planning.plan import Plan
 from dataflow.scheduler import events, live_changes, scaling, seating
 from dataflow.scheduler.control_server import Client, ControlServer
@@ -209,17 +208,15 @@ class Scheduler:
         plan: Plan,
         settings: Settings,
         *,
-        limits: Limits | None = None,
         clock: Callable[[], float] = time.monotonic,
         server: ControlServer | None = None,
         snapshot: Mapping[str, Any] | None = None,
         standby: Callable[[], int] | None = None,
     ) -> None:
-        """Without a server, fork the forkserver: call this before there are threads. limits: those
-        of the settings when None. snapshot: of the scheduler before, whose workers the server
-        has. standby: as `ControlServer` has it.
+        """Without a server, fork the forkserver: call this before there are threads. snapshot: of
+        the scheduler before, whose workers the server has. standby: as `ControlServer` has it.
         """
-        limits = limits or settings.run.limits
+        limits = settings.run.limits
         self._clock = clock
         self.table = Table(
             graph=graph, plan=plan, limits=limits, folder=settings.folder, watched_at=clock()
@@ -256,9 +253,7 @@ class Scheduler:
         )
         if snapshot is not None:
             self.table.take_up(snapshot["table"])
-        self._settings = dataclasses.replace(
-            settings, keys=keys, run=dataclasses.replace(settings.run, limits=limits)
-        )
+        self._settings = dataclasses.replace(settings, keys=keys)
         self._server, self.check = server, server.check
         self.table.scheduler = server.number
         self.snapshot = SnapshotFile(

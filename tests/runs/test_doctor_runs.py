@@ -20,7 +20,7 @@ from dataflow import Graph, Model, RunError, run, scorer
 from dataflow.doctor.report import examine
 from dataflow.errors import DeadlineError
 from dataflow.folder.socket_folder import CONTROL
-from dataflow.scheduler.control import Limits
+from dataflow.limits import Limits
 from dataflow.scheduler.requests import ask_for_facts
 from dataflow.testing import FakeGenerator, FakePrompts, FakeTrainer
 

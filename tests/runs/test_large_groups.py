@@ -16,7 +16,7 @@ from rigs.operators import Around, struck
 
 from dataflow import Graph, Model, Result, inline, run
 from dataflow.folder.arrow_reading import read_arrow
-from dataflow.limits import Patience
+from dataflow.limits import Limits, Patience
 from dataflow.node import Operator
 from dataflow.records import (
     GROUP_ID,
@@ -26,7 +26,6 @@ from dataflow.records import (
     Columns,
 )
 from dataflow.runtime import Batch, Context, Runtime
-from dataflow.scheduler.control import Limits
 from dataflow.testing import FakeGenerator, FakePrompts, FakeTrainer
 
 pytestmark = [pytest.mark.usefixtures("one_core"), pytest.mark.timeout(120)]

@@ -24,10 +24,10 @@ from dataflow import Graph, GraphError, Model, Result, RunError, inline, run
 from dataflow.errors import DeadlineError
 from dataflow.folder.run_folder import RunFolder
 from dataflow.folder.socket_folder import CONTROL
+from dataflow.limits import Limits
 from dataflow.node import Transform
 from dataflow.records import GROUP_ID
 from dataflow.runtime import Batch, Context, Runtime
-from dataflow.scheduler.control import Limits
 from dataflow.scheduler.requests import ask_to_scale
 from dataflow.staleness import admit
 from dataflow.testing import FakeGenerator, FakePrompts, FakeTrainer

@@ -20,10 +20,10 @@ from dataflow.folder.ledger import Ledger
 from dataflow.folder.live_changes import recorded_swaps
 from dataflow.folder.run_folder import RunFolder
 from dataflow.history import resume
-from dataflow.limits import Patience
+from dataflow.limits import Limits, Patience
 from dataflow.runtime import RunSettings
 from dataflow.scheduler.agents import Agents
-from dataflow.scheduler.control import Limits, Scheduler
+from dataflow.scheduler.control import Scheduler
 from dataflow.scheduler.requests import Scale
 from dataflow.scheduler.table import Membership, ProcessState
 from dataflow.system.security import RunKeys
@@ -52,6 +52,7 @@ LONGEST_S = 120.0
 """Virtual seconds within which a run must be over."""
 MOST_EVENTS = 400_000
 HANG_S = 4.0
+LIMITS = Limits(hang_s=HANG_S, host_s=60.0, patience=Patience(of_one=50, quiet_s=1.0))
 KEYS = RunKeys.make()
 
 
@@ -262,12 +263,11 @@ class World:
         self.one_generator = shape.generators == 1 and not shape.scales
         settings = Settings(
             folder=str(self.folder.path),
-            run=RunSettings(seed=self.seed, steps=shape.steps),
+            run=RunSettings(seed=self.seed, steps=shape.steps, limits=LIMITS),
             swaps=recorded_swaps(self.ledger.facts()),
         )
-        limits = Limits(hang_s=HANG_S, host_s=60.0, patience=Patience(of_one=50, quiet_s=1.0))
         self.server = self._served()
-        self.scheduler = Scheduler(self.graph, self.plan, settings, limits=limits, clock=self.clock)
+        self.scheduler = Scheduler(self.graph, self.plan, settings, clock=self.clock)
         if begun is not None:
             self.scheduler.table.run.go_on(begun.steps, begun.rounds)
         left: Mapping[str, Any] = {}
@@ -279,7 +279,6 @@ class World:
                 self.graph,
                 self.plan,
                 settings,
-                limits=limits,
                 clock=self.clock,
                 server=self.server,
                 snapshot=left,  # type: ignore[arg-type]

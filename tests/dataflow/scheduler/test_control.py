@@ -16,11 +16,12 @@ from dataflow import Graph, Model
 from dataflow.errors import DeadlineError, RunError, WorkerDied
 from dataflow.folder.faults import FILE
 from dataflow.folder.run_folder import RunFolder
-from dataflow.limits import Patience
+from dataflow.limits import Limits, Patience
 from dataflow.planning.hosts import Devices
 from dataflow.planning.plan import plan
+from dataflow.runtime import RunSettings
 from dataflow.scheduler import control
-from dataflow.scheduler.control import Limits, Scheduler
+from dataflow.scheduler.control import Scheduler
 from dataflow.scheduler.control_server import Client
 from dataflow.scheduler.events import Received, RunBegins
 from dataflow.scheduler.progress import ProgressWatch
@@ -137,8 +138,7 @@ class Play:
         self.run = Scheduler(
             graph,
             made,
-            Settings(folder=str(folder)),
-            limits=Limits(**limits),
+            Settings(folder=str(folder), run=RunSettings(limits=Limits(**limits))),
             clock=lambda: self.now,
         )
         self.server: PlayedServer = self.run._server  # type: ignore[assignment]

@@ -12,7 +12,8 @@ import pytest
 from test_control import Play, PlayedServer
 
 from dataflow.folder.faults import FILE
-from dataflow.scheduler.control import Limits, Scheduler
+from dataflow.limits import Limits
+from dataflow.scheduler.control import Scheduler
 from dataflow.scheduler.events import Drain, Received
 from dataflow.worker.host import Settings
 from dataflow.worker.messages import AddReceivers, Heard, Heartbeat, Hello, NodeCommand, Start, Wire
@@ -62,7 +63,6 @@ def successor(
         play.run.table.graph,
         play.run.table.plan,
         settings,
-        limits=Limits(),
         clock=lambda: play.now,
         server=server,
         snapshot=left,  # type: ignore[arg-type]

@@ -19,7 +19,7 @@ from dataflow.folder.live_changes import Swap
 from dataflow.planning.hosts import Devices
 from dataflow.planning.plan import plan
 from dataflow.scheduler import live_changes
-from dataflow.scheduler.control import Limits, Scheduler
+from dataflow.scheduler.control import Scheduler
 from dataflow.scheduler.control_server import Client
 from dataflow.scheduler.events import Drain, Received
 from dataflow.scheduler.requests import Reply, SwapNode, Swapped
@@ -82,7 +82,6 @@ class Swapping(Play):
             graph,
             made,
             Settings(folder=str(self.folder)),
-            limits=Limits(),
             clock=lambda: self.now,
             server=server,
             snapshot=left,  # type: ignore[arg-type]

@@ -42,9 +42,8 @@ from dataflow.errors import DeadlineError, RecordError, WorkerDied
 from dataflow.folder.faults import FILE, STOPPED, restarts
 from dataflow.folder.ledger import Ledger
 from dataflow.folder.run_folder import RunFolder
-from dataflow.limits import Patience
+from dataflow.limits import Limits, Patience
 from dataflow.runtime import Batch, Context, Runtime
-from dataflow.scheduler.control import Limits
 from dataflow.testing import FakeGenerator, FakePrompts, FakeTrainer
 from operators import Prompts
 

@@ -19,9 +19,8 @@ from dataflow import Graph, LoRA, Model, Result, inline, run
 from dataflow.folder.run_folder import RunFolder
 from dataflow.history.launch import Wishes
 from dataflow.history.replay import replay
-from dataflow.limits import Patience
+from dataflow.limits import Limits, Patience
 from dataflow.records import version_column
-from dataflow.scheduler.control import Limits
 from operators import Generator, Logprobs, Prompts, Trainer
 from operators.credit import advantage
 from operators.models.loading import load_model

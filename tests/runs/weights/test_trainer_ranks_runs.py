@@ -15,8 +15,7 @@ from rigs.ranks import ranks_of
 
 from dataflow import GraphError, RunError, inline, run
 from dataflow.folder.run_folder import RunFolder
-from dataflow.limits import Patience
-from dataflow.scheduler.control import Limits
+from dataflow.limits import Limits, Patience
 
 pytestmark = [pytest.mark.usefixtures("machine", "one_core"), pytest.mark.timeout(180)]
 
