@@ -10,7 +10,7 @@ import numpy as np
 import pyarrow as pa
 import pytest
 from rigs.columns import check_columns
-from rigs.contexts import make_context
+from rigs.operators import make_context
 
 from dataflow import GraphError, join, keep
 from dataflow.graph import Graph

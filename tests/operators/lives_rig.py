@@ -9,8 +9,8 @@ from typing import Any
 
 import pyarrow as pa
 import torch
-from rigs.contexts import make_context
 from rigs.ending import at_end
+from rigs.operators import make_context
 from trainer_rig import COLUMNS, VOCABULARY, Plane, group, tiny_llama
 
 from dataflow.folder.ledger import Ledger

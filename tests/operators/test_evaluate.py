@@ -9,7 +9,7 @@ from typing import Any
 import pyarrow as pa
 import pytest
 from rigs.columns import whole
-from rigs.contexts import make_context
+from rigs.operators import make_context
 from trainer_rig import COLUMNS, FakeFolder, FakeLedger, group
 
 from dataflow.errors import OperatorError

@@ -16,9 +16,9 @@ import pyarrow as pa
 import pytest
 import torch
 from ranks_rig import in_a_fork
-from rigs.contexts import make_context
 from rigs.forwards import COLUMNS, LANE, language_model, rollouts, saved
 from rigs.heads import classifier
+from rigs.operators import make_context
 from slices_rig import WAIT_S, Opens, writer
 
 from dataflow import Devices, Graph, GraphError, LoRA, Model, plan

@@ -9,7 +9,6 @@ import numpy as np
 import pyarrow as pa
 import pytest
 import torch
-from rigs.contexts import make_context
 from rigs.forwards import (
     Clock,
     Forwarding,
@@ -24,6 +23,7 @@ from rigs.forwards import (
     tokenizer_of,
 )
 from rigs.heads import classifier
+from rigs.operators import make_context
 from rigs.policy import ALPHABET
 
 from dataflow import Model

@@ -15,8 +15,8 @@ import pyarrow.parquet as pq
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from rigs.contexts import make_context
 from rigs.examples import examples
+from rigs.operators import make_context
 from rigs.policy import CHAT_TEMPLATE
 
 from dataflow import Graph, Model, collect

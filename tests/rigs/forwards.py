@@ -28,8 +28,8 @@ from operators.forward_pass.reading import reading_of
 from operators.models.loading import load_model
 from operators.warm_start.train import character_tokenizer
 from rigs.columns import whole
-from rigs.contexts import make_context
 from rigs.heads import SIZES
+from rigs.operators import make_context
 from rigs.policy import ALPHABET
 
 COLUMNS = {**PROMPT_COLUMNS, **ROLLOUT_COLUMNS}

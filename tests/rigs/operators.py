@@ -1,6 +1,9 @@
-"""Operators that fail in chosen ways: fakes, and runtimes put around those of others."""
+"""Operators that fail in chosen ways: fakes, and runtimes put around those of others; what they are
+built with, by hand.
+"""
 
 import copy
+import dataclasses
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -9,7 +12,16 @@ from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
 from dataflow.node import Operator, Sink
-from dataflow.runtime import Batch, Context, KnobsInForce, Runtime
+from dataflow.runtime import (
+    Batch,
+    Context,
+    DeviceShare,
+    GraphFacts,
+    KnobsInForce,
+    RunSettings,
+    Runtime,
+    WeightEnds,
+)
 from dataflow.tokens.ragged import group_slices
 
 O = TypeVar("O", bound=Operator)  # noqa: E741
@@ -228,3 +240,16 @@ class _Keeping(Runtime):
         with self._path.open("a") as out:
             out.writelines(f"{group}\n" for group in batch.records.column("group_id").to_pylist())
         batch.ack()
+
+
+RECORDS = {"run": RunSettings, "graph": GraphFacts, "devices": DeviceShare, "weights": WeightEnds}
+
+
+def make_context(**facts: Any) -> Context:
+    """`make_context(node="trainer", steps=2)` is `Context(node="trainer",
+    run=RunSettings(steps=2))`.
+    """
+    for name, kind in RECORDS.items():
+        own = {each.name for each in dataclasses.fields(kind)} & facts.keys()
+        facts[name] = kind(**{each: facts.pop(each) for each in own})
+    return Context(**facts)

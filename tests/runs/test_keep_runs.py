@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from rigs.contexts import make_context
 from rigs.graphs import reward, tiny_graph, words
+from rigs.operators import make_context
 
 from dataflow import Array, Result, inline, keep, run, scorer, verify
 from dataflow.errors import OperatorError

@@ -12,7 +12,7 @@ import pytest
 import torch
 from replaying import recomputed, replayed
 from rigs.columns import check_columns, whole
-from rigs.contexts import make_context
+from rigs.operators import make_context
 
 from dataflow.model import Model
 from dataflow.records import PROMPT_COLUMNS, ROLLOUT_COLUMNS, SAMPLING_MASK_TYPE

@@ -5,7 +5,7 @@ nothing lost.
 import numpy as np
 import pytest
 from rigs.columns import check_columns
-from rigs.contexts import make_context
+from rigs.operators import make_context
 from test_runtime import FakePlane, letters, prompts, rows_of, run_dry
 
 from dataflow.model import Model

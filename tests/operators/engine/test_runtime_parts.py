@@ -6,8 +6,8 @@ import numpy as np
 import pyarrow as pa
 import pytest
 from replaying import recomputed
-from rigs.contexts import make_context
 from rigs.ending import at_end
+from rigs.operators import make_context
 from test_runtime import COLUMNS, FakePlane, letters, prompts, rows_of, run_dry
 
 from dataflow.folder.ledger import Ledger

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from rigs.contexts import make_context
+from rigs.operators import make_context
 from torch.distributed.tensor import DTensor
 from trainer_rig import tiny_learner, tiny_llama
 

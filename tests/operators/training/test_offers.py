@@ -3,7 +3,7 @@
 from types import SimpleNamespace
 from typing import Any
 
-from rigs.contexts import make_context
+from rigs.operators import make_context
 
 from operators.training.offers import Offers
 from transport.weights.protocol.roster import Sent

@@ -5,7 +5,7 @@ import json
 
 import pytest
 import torch
-from rigs.contexts import make_context
+from rigs.operators import make_context
 from safetensors.torch import load_file
 from trainer_rig import (
     COLUMNS,

@@ -13,7 +13,7 @@ from typing import Any, NoReturn
 
 import pytest
 import torch
-from rigs.contexts import make_context
+from rigs.operators import make_context
 from safetensors.torch import load_file
 from trainer_rig import COLUMNS, VOCABULARY, Plane, Rig, group, rig, tiny_llama, tiny_trainer
 from transformers import AutoModelForCausalLM, AutoTokenizer

@@ -12,7 +12,7 @@ import numpy as np
 import pyarrow as pa
 import torch
 from rigs.columns import whole
-from rigs.contexts import make_context
+from rigs.operators import make_context
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from dataflow.model import Model

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from rigs.contexts import make_context
+from rigs.operators import make_context
 
 from bench.generator.cases import save_words
 from dataflow import Model

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 import xxhash
-from rigs.contexts import make_context
+from rigs.operators import make_context
 
 from dataflow.limits import Limits
 from dataflow.weight_ends import OpensWeights, WeightSite

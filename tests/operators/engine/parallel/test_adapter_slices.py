@@ -14,7 +14,7 @@ import torch
 import xxhash
 from replaying import drive
 from rigs.adapter_files import save
-from rigs.contexts import make_context
+from rigs.operators import make_context
 from slices_rig import part, values
 from test_two_ranks import assert_alike, groups, take
 

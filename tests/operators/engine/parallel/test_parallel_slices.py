@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from rigs.contexts import make_context
+from rigs.operators import make_context
 from slices_rig import WAIT_S, Opens, Rig, assert_slices, publish, values, writer
 
 from dataflow import Graph, Model

@@ -13,7 +13,7 @@ import pytest
 import torch
 import xxhash
 from replaying import drive, recomputed
-from rigs.contexts import make_context
+from rigs.operators import make_context
 from slices_rig import part
 from test_two_ranks import assert_alike, groups
 

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from replaying import drive
-from rigs.contexts import make_context
+from rigs.operators import make_context
 from slices_rig import Rig, assert_slices
 from test_two_ranks import assert_alike, groups, take
 

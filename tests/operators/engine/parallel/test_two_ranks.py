@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from replaying import drive
-from rigs.contexts import make_context
+from rigs.operators import make_context
 from slices_rig import assert_slices, values
 
 from operators.engine.build import make_engine

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from replaying import drive, recomputed, replayed
-from rigs.contexts import make_context
+from rigs.operators import make_context
 from test_runtime import FakePlane, letters, rows_of, run_dry
 from test_runtime import prompts as batch_of
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from rigs.contexts import make_context
+from rigs.operators import make_context
 from trainer_rig import COLUMNS, VOCABULARY, Plane, group, tiny_llama
 
 from dataflow.folder.ledger import Ledger
