@@ -116,7 +116,7 @@ class Forkserver:
         # the terminal's: the scheduler says what it means
         signal.signal(signal.SIGTSTP, signal.SIG_IGN)
         signal.signal(signal.SIGTERM, lambda number, frame: None if self.control else self._end())
-        signal.signal(WITHOUT_SCHEDULER, lambda number, frame: None if self._stays else self._end())
+        signal.signal(WITHOUT_SCHEDULER, lambda number, frame: self._end_unless_told())
         die_with_parent(WITHOUT_SCHEDULER)
         while True:
             owes = bool(self._waiting) and not self._is_paused
@@ -306,6 +306,14 @@ class Forkserver:
         if self.control is not None:
             with contextlib.suppress(OSError):
                 self.control.send(message)
+
+    def _end_unless_told(self) -> None:
+        """The scheduler is gone. What it sent before may be a `Stay`, so that is read first; the
+        channel's end comes behind it.
+        """
+        has_more = self.control is not None and self.control.has_input
+        if self._stays is None and not has_more:
+            self._end()
 
     def _end(self) -> NoReturn:
         """Kill the workers and what they started, then clean up; also in the midst of `preload`."""

@@ -131,6 +131,14 @@ class Channel(Generic[M]):
         """Whether something waits for the peer to read."""
         return bool(self._out)
 
+    @property
+    def has_input(self) -> bool:
+        """Whether something that the peer sent waits to be read; its end alone is nothing."""
+        try:
+            return bool(self._end.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT))
+        except OSError:
+            return False
+
     def flush(self) -> None:
         """Send what the peer takes now. Raises OSError when it is gone."""
         with contextlib.suppress(BlockingIOError):

@@ -207,10 +207,11 @@ def left_behind(
     keeps: bool = False,
     number: int = signal.SIGKILL,
     silent_s: float = 30.0,
+    is_stopped: bool = False,
     **more: object,
 ) -> list[int]:
     """Numbers of a forkserver and two workers whose scheduler got a signal after it had let them
-    stay.
+    stay. is_stopped: the forkserver stands still since before that.
     """
     scheduler = os.fork()
     if scheduler == 0:
@@ -228,6 +229,8 @@ def left_behind(
         events = Events(client)
         wait_until(lambda: events.seen.extend(client.events()) or len(events.seen) >= 2)
         pids = [each["pid"] for each in events.seen]
+        if is_stopped:
+            os.kill(client.pid, signal.SIGSTOP)
         client.stay(stay_s, end_s, silent_s)
         (tmp_path / "pids.part").write_text(" ".join(map(str, [client.pid, *pids])))
         (tmp_path / "pids.part").rename(tmp_path / "pids")
@@ -256,6 +259,15 @@ def test_a_successor_gets_every_worker_as_it_is_and_may_use_them(tmp_path: Path)
     assert events.find("exited")["status"] == 5
     taken.kill("a")
     wait_until(lambda: not alive(sleeper))
+    taken.close()
+    wait_until(lambda: not alive(forkserver))
+
+
+def test_what_a_scheduler_sent_just_before_it_died_counts(tmp_path: Path) -> None:
+    forkserver, _, _ = left_behind(tmp_path, 30.0, is_stopped=True)
+    os.kill(forkserver, signal.SIGCONT)
+    taken = TakenOverForkserver(str(tmp_path / "takeover"))
+    assert [each["alive"] for each in taken.handed if each["name"] == "a"] == [True]
     taken.close()
     wait_until(lambda: not alive(forkserver))
 
