@@ -79,10 +79,10 @@ FOLLOWED = re.findall(r"^\| \| `([^`]+)` \|(.*)$", TOUR, re.MULTILINE)
 
 
 def test_the_tour_fits_in_an_afternoon() -> None:
-    """At most 20 files and 6,000 lines."""
+    """At most 20 files and 6,100 lines."""
     files = {file for file, _ in STOPS}
     assert 15 <= len(files) == len(STOPS) <= 20
-    assert sum(len((ROOT / file).read_text().splitlines()) for file in files) <= 6000
+    assert sum(len((ROOT / file).read_text().splitlines()) for file in files) <= 6100
 
 
 @pytest.mark.parametrize(
