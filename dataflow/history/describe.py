@@ -34,15 +34,33 @@ def describe(
 
 
 def described(folder: RunFolder) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Graph and configuration, as the ledger has them; where that says nothing, as the two files
-    do; else empty.
+    """Graph and configuration, as the ledger has them; where that says nothing, or not all, as the
+    two files do; else empty.
     """
     facts: dict[str, Any] = {}
     with contextlib.suppress(LedgerError), Ledger.open(folder.ledger, readonly=True) as ledger:
         facts = ledger.facts()
-    return facts.get("graph") or folder.read_json("graph.json"), facts.get(
-        "config"
-    ) or folder.read_json("config.json")
+    graph, config = facts.get("graph"), facts.get("config")
+    return (
+        graph if is_whole(graph) else folder.read_json("graph.json"),
+        config or folder.read_json("config.json"),
+    )
+
+
+def is_whole(graph: Any) -> bool:
+    """Whether this is all that `graph_facts` says of a graph: a bit of a file that flips may
+    change a name in it.
+    """
+    if not isinstance(graph, dict) or not {"name", "nodes", "edges"} <= graph.keys():
+        return False
+    return all(
+        isinstance(part, dict) and names <= part.keys() and isinstance(part[table], dict)
+        for parts, names, table in (
+            (graph["nodes"], {"name", "operator", "knobs"}, "knobs"),
+            (graph["edges"], {"from", "to", "plane", "columns"}, "columns"),
+        )
+        for part in parts
+    )
 
 
 def graph_facts(graph: Graph) -> dict[str, Any]:

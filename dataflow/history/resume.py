@@ -20,7 +20,7 @@ from dataflow.folder.ledger import Ledger
 from dataflow.folder.run_folder import RunFolder
 from dataflow.folder.trace import merge
 from dataflow.graph import Graph
-from dataflow.history.describe import consumers, described, model_of
+from dataflow.history.describe import consumers, described, is_whole, model_of
 from dataflow.records import GROUP_ID
 from dataflow.structure import own_folder
 from dataflow.system.files import Kind, RunFolderError, to_json
@@ -68,7 +68,7 @@ class RecordedRun:
         the run is.
         """
         graph, config = described(folder)
-        if not {"nodes", "edges"} <= graph.keys() or "seed" not in config:
+        if not is_whole(graph) or "seed" not in config:
             raise RunFolderError(
                 f"nothing says what '{folder.path.name}' runs: it stands neither in ledger.db nor"
                 " in graph.json and config.json; take these from a backup, or start a new run"

@@ -26,7 +26,7 @@ def folder(tmp_path: Path) -> RunFolder:
     program.write_text("")
     begun = Launch(file=str(program), arguments=("--lr", "1"), folder=str(tmp_path))
     made.write_json("config.json", {"steps": 3, "seed": 0, "launch": begun})
-    made.write_json("graph.json", {"nodes": [], "edges": []})
+    made.write_json("graph.json", {"name": "begun", "nodes": [], "edges": []})
     return made
 
 

@@ -68,6 +68,22 @@ def test_a_run_whose_prompts_ended_is_refused_however_many_steps_it_is_given(
         resumed(result, fake_graph(count=20), steps=90)
 
 
+@pytest.mark.parametrize("part", ["name", "nodes", "edges", "operator", "knobs", "from", "columns"])
+def test_a_graph_with_a_damaged_name_in_the_ledger_is_read_from_its_file(
+    tmp_path: Path, part: str
+) -> None:
+    result = finished(tmp_path)
+    folder = RunFolder.open(result.folder)
+    whole = RecordedRun.read(folder).graph
+    damaged = json.loads(json.dumps(whole).replace(f'"{part}":', f'"{part[:-1]}_":'))
+    with Ledger.open(folder.ledger) as ledger:
+        ledger.set_facts({"graph": damaged})
+    assert RecordedRun.read(folder).graph == whole
+    folder.write_json("graph.json", damaged)
+    with pytest.raises(RunFolderError, match="nothing says what .* runs"):
+        RecordedRun.read(folder)
+
+
 def test_fewer_steps_than_were_made_are_refused(tmp_path: Path) -> None:
     with pytest.raises(RunError, match="has made 3 steps, more than the 2 asked for"):
         resumed(finished(tmp_path), steps=2)
