@@ -40,10 +40,10 @@ def described(folder: RunFolder) -> tuple[dict[str, Any], dict[str, Any]]:
     facts: dict[str, Any] = {}
     with contextlib.suppress(LedgerError), Ledger.open(folder.ledger, readonly=True) as ledger:
         facts = ledger.facts()
-    graph, config = facts.get("graph"), facts.get("config")
+    graph: dict[str, Any] = facts.get("graph") or {}
     return (
         graph if is_whole(graph) else folder.read_json("graph.json"),
-        config or folder.read_json("config.json"),
+        facts.get("config") or folder.read_json("config.json"),
     )
 
 
