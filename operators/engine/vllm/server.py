@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from operators.engine.vllm.shared_tensors import unpack_handle
     from operators.engine.vllm.wire import ServerStream
 else:
-    from shared import unpack_handle
+    from shared_tensors import unpack_handle
     from wire import ServerStream
 
 LOOK_S = 1.0

@@ -27,7 +27,7 @@ from vllm.model_executor.model_loader.reload import (  # type: ignore[import-not
 if TYPE_CHECKING:
     from operators.engine.vllm.shared_tensors import Layout, attach
 else:
-    from shared import Layout, attach
+    from shared_tensors import Layout, attach
 
 NAME = "shared_memory"
 
