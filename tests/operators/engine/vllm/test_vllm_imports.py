@@ -1,4 +1,4 @@
-"""What vLLM's own interpreter imports from this folder by bare names; no type check follows them."""
+"""What vLLM's interpreter imports by bare names from this folder; no type check follows them."""
 
 import ast
 from pathlib import Path
