@@ -33,8 +33,8 @@ class Life(NamedTuple):
         return (((self.scheduler << 16) + self.attempt) << 32) + 1
 
 
-class Said(Message, kw_only=True):
-    """What one life says: who hears it knows whether a later one has spoken."""
+class LifeMessage(Message, kw_only=True):
+    """A message of one life: its receiver knows whether a later one has spoken."""
 
     life: Life
 

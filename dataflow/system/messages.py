@@ -23,7 +23,7 @@ from transport.codec import (
     Secret,
     field,
 )
-from transport.life import Life, Refused, Said, replaced
+from transport.life import Life, LifeMessage, Refused, replaced
 from transport.numbered import Frames, Numbered
 
 __all__ = [
@@ -32,13 +32,13 @@ __all__ = [
     "Codec",
     "Frames",
     "Life",
+    "LifeMessage",
     "Message",
     "MessageError",
     "Natural",
     "Numbered",
     "Plain",
     "Refused",
-    "Said",
     "Secret",
     "field",
     "replaced",

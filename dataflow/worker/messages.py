@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import TypeAlias
 
 from dataflow.folder.live_changes import KnobChange, Swap
-from dataflow.system.messages import Codec, Message, Plain, Said, field
+from dataflow.system.messages import Codec, LifeMessage, Message, Plain, field
 from dataflow.worker.kept_counts import CrossedByFile
 from dataflow.worker.state_clock import STATES
 
@@ -44,7 +44,7 @@ class WeightLine(Message, kw_only=True):
     """By executor, where readers connect."""
 
 
-class Hello(Said, kw_only=True):
+class Hello(LifeMessage, kw_only=True):
     """It lives, and listens at these addresses."""
 
     pid: int
@@ -58,14 +58,14 @@ class Hello(Said, kw_only=True):
     """Where it waits for those of its ranks that are on other hosts; empty: there are none."""
 
 
-class Ready(Said, kw_only=True):
+class Ready(LifeMessage, kw_only=True):
     """Its operators are built and wired."""
 
     notes: tuple[str, ...] = ()
     """What people should know of how: such as kernels that are off."""
 
 
-class Confirmed(Said, kw_only=True):
+class Confirmed(LifeMessage, kw_only=True):
     """What the message with this ticket asked for is done."""
 
     ticket: int
@@ -106,7 +106,7 @@ class NodeReport(Message, kw_only=True):
             )
 
 
-class Heartbeat(Said, kw_only=True):
+class Heartbeat(LifeMessage, kw_only=True):
     """A sign of life, several times a second."""
 
     nodes: Mapping[str, NodeReport]
@@ -132,13 +132,13 @@ class Heartbeat(Said, kw_only=True):
     rss_bytes: int = 0
 
 
-class Stacks(Said, kw_only=True):
+class Stacks(LifeMessage, kw_only=True):
     """Where its threads are."""
 
     threads: Sequence[Plain]
 
 
-class Failed(Said, kw_only=True):
+class Failed(LifeMessage, kw_only=True):
     """It ends with an error."""
 
     message: str
@@ -149,7 +149,7 @@ class Failed(Said, kw_only=True):
     """Whether it would be there again after a restart."""
 
 
-class Tried(Said, kw_only=True):
+class Tried(LifeMessage, kw_only=True):
     """What came of trying an operator that is to be swapped in."""
 
     swap: Swap | None
@@ -158,7 +158,7 @@ class Tried(Said, kw_only=True):
     """Why not."""
 
 
-class Bye(Said, kw_only=True):
+class Bye(LifeMessage, kw_only=True):
     """It ends as it was told."""
 
     crossed: CrossedByFile = field(default_factory=dict)

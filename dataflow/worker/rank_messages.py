@@ -10,7 +10,7 @@ from typing import TypeAlias
 
 import zmq
 
-from dataflow.system.messages import Codec, Message, Plain, Said
+from dataflow.system.messages import Codec, LifeMessage, Message, Plain
 
 CHUNK_BYTES = 1 << 20
 """Of what two ranks say to each other, at a time."""
@@ -18,7 +18,7 @@ CHUNK_BYTES = 1 << 20
 # From the process on another host
 
 
-class Here(Said):
+class Here(LifeMessage):
     """It is there, and hears; the life is its worker's."""
 
     host: str

@@ -223,6 +223,20 @@ def test_episodes_take_turns_with_a_generator_on_another_host(talks: Callable[..
     assert {max(each) for each in turns} == {2}
 
 
+def goes_on_without(run: Under, host: str, worker: str) -> None:
+    """Kill a host's agent: its worker is missed, and the run goes on to a clean end."""
+    os.kill(run.agents()[host], signal.SIGKILL)
+    wait_until(
+        lambda: any(fault["worker"] == worker for fault in run.faults()),
+        30.0,
+        "the loss of the host",
+    )
+    run.further(6)
+    ask(run, "stop")
+    run.process.wait(60)
+    run.is_clean()
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("host", ["h1", "h3"])
@@ -236,15 +250,7 @@ def test_replicas_of_an_episode_on_two_hosts_go_on_when_one_of_them_or_the_gener
     run.further()
     config = json.loads((run.folder.path / "config.json").read_text())
     assert config["hosts"]["talk"] == ["h1", "h2"]
-    os.kill(run.agents()[host], signal.SIGKILL)
-    lost = {"h1": "talk-0", "h3": "generator-0"}[host]
-    wait_until(
-        lambda: any(fault["worker"] == lost for fault in run.faults()), 30.0, "the loss of the host"
-    )
-    run.further(6)
-    ask(run, "stop")
-    run.process.wait(60)
-    run.is_clean()
+    goes_on_without(run, host, {"h1": "talk-0", "h3": "generator-0"}[host])
 
 
 @pytest.mark.slow
@@ -255,15 +261,7 @@ def test_episodes_go_on_when_their_host_or_that_of_the_generator_is_lost(
 ) -> None:
     run = talks("--on", "local:4", "--size", "0")
     run.further()
-    os.kill(run.agents()[host], signal.SIGKILL)
-    lost = {"h1": "talk-0", "h2": "generator-0"}[host]
-    wait_until(
-        lambda: any(fault["worker"] == lost for fault in run.faults()), 30.0, "the loss of the host"
-    )
-    run.further(6)
-    ask(run, "stop")
-    run.process.wait(60)
-    run.is_clean()
+    goes_on_without(run, host, {"h1": "talk-0", "h2": "generator-0"}[host])
 
 
 @pytest.mark.slow

@@ -22,7 +22,7 @@ import xxhash
 
 from transport.codec import Codec, Natural
 from transport.errors import FrameError, SchemaMismatch
-from transport.life import Refused, Said
+from transport.life import LifeMessage, Refused
 
 SEAL_BYTES = 8
 MAX_HEADER_BYTES = 1 << 20
@@ -30,7 +30,7 @@ Size = Annotated[int, msgspec.Meta(ge=0, le=1 << 40)]
 """Of one batch, in rows or bytes; counts of many such batches stay within 64 bits."""
 
 
-class _OfEdge(Said, kw_only=True):
+class _OfEdge(LifeMessage, kw_only=True):
     """From either end."""
 
     edge: str

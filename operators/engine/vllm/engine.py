@@ -34,6 +34,7 @@ from dataflow.model_files import INDEX, folder_here
 from dataflow.records import AnyArray
 from dataflow.runtime import Context
 from dataflow.tokens.rollout_tokens import RolloutTokens
+from operators.engine.attention import default_budget
 from operators.engine.build import BuiltEngine, context_tokens_of, sampling_of
 from operators.engine.interface import (
     ABORTED,
@@ -232,8 +233,8 @@ class VllmEngine:
                 names.
             threads: of vLLM's process, on processors.
             device: "cpu", or "cuda:N", which vLLM shares with `tensors`.
-            cache_bytes: of vLLM's KV-cache; None: `slots` full rollouts on processors, vLLM's own
-                choice on a GPU.
+            cache_bytes: of vLLM's KV-cache; None: `slots` full rollouts on processors, as far as
+                half of what is free allows, vLLM's own choice on a GPU.
             on_update: keep the keys and values of unfinished rollouts when weights change, or
                 recompute them.
             eager: without torch.compile and CUDA graphs.
@@ -286,6 +287,7 @@ class VllmEngine:
             "slots": slots,
             "context_tokens": context_tokens,
             "cache_bytes": cache_bytes,
+            "cache_budget": default_budget(torch.device("cpu"), 0),
             "page_tokens": page_tokens,
             "prefill_tokens": prefill_tokens,
             "on_update": on_update,

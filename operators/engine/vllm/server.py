@@ -84,7 +84,9 @@ class Server:
         )
         config = arguments.create_engine_config()
         if config.cache_config.kv_cache_memory_bytes is None and self.platform == "cpu":
-            config.cache_config.kv_cache_memory_bytes = _room(config, slots, context)
+            config.cache_config.kv_cache_memory_bytes = cache_room(
+                config, slots, context, opened["cache_budget"]
+            )
         self._engine = LLMEngine.from_vllm_config(config, disable_log_stats=True)
         self._engine.collective_rpc("init_weight_transfer_engine", kwargs={"init_info": start})
 
@@ -189,15 +191,16 @@ class Server:
         )
 
 
-def _room(config: Any, slots: int, context: int) -> int:
+def cache_room(config: Any, slots: int, context: int, budget: int) -> int:
     """Bytes of keys and values of `slots` full rows, each in whole pages, and vLLM's own empty
-    page.
+    page; of fewer rows, at least one, where these would exceed the budget in bytes.
     """
     model, parallel = config.model_config, config.parallel_config
     heads, layers = model.get_num_kv_heads(parallel), model.get_num_layers(parallel)
     page = config.cache_config.block_size
-    token = 2 * layers * heads * model.get_head_size() * model.dtype.itemsize
-    return int(token * page * (slots * -(-context // page) + 1))
+    page_bytes = int(2 * layers * heads * model.get_head_size() * model.dtype.itemsize * page)
+    row_bytes: int = page_bytes * -(-context // page)
+    return max(1, min(slots, budget // row_bytes)) * row_bytes + page_bytes
 
 
 def receive(connection: ServerStream, parent: int) -> dict[str, Any]:

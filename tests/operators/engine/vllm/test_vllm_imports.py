@@ -1,42 +1,51 @@
-"""What vLLM's interpreter imports by bare names from this folder; no type check follows them."""
+"""What runs in vLLM's interpreter, as far as it needs no vLLM: its imports by bare names, which no
+type check follows, and the size of its cache.
+"""
 
 import ast
+import importlib
+import runpy
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 import operators.engine.vllm
 
 FOLDER = Path(operators.engine.vllm.__file__).parent
-BARE = [
-    (file.name, imported)
-    for file in sorted(FOLDER.glob("*.py"))
-    for branch in ast.parse(file.read_text()).body
-    if isinstance(branch, ast.If) and "TYPE_CHECKING" in ast.dump(branch.test)
-    for imported in branch.orelse
-    if isinstance(imported, ast.ImportFrom)
-]
 
 
-@pytest.mark.parametrize(("file", "imported"), BARE, ids=lambda value: str(value)[:20])
-def test_a_bare_import_names_a_module_of_the_folder_and_what_it_has(
-    file: str, imported: ast.ImportFrom
+def bare_imports(file: str) -> list[ast.ImportFrom]:
+    """Those of the branch that no type checker reads."""
+    body = ast.parse((FOLDER / file).read_text()).body
+    branches = [node for node in body if isinstance(node, ast.If)]
+    nodes = [node for branch in branches for node in branch.orelse]
+    return [node for node in nodes if isinstance(node, ast.ImportFrom)]
+
+
+@pytest.mark.parametrize("file", ["server.py", "transfer.py"])
+def test_a_bare_import_names_a_module_of_the_folder_and_what_it_has(file: str) -> None:
+    imports = bare_imports(file)
+    assert imports
+    for node in imports:
+        module = importlib.import_module(f"operators.engine.vllm.{node.module}")
+        assert [alias.name for alias in node.names if not hasattr(module, alias.name)] == []
+
+
+@pytest.mark.parametrize(("budget", "rows"), [(10**9, 4), (2_100, 2), (10, 1)])
+def test_the_cache_holds_all_slots_or_as_many_full_rows_as_the_budget_allows(
+    budget: int, rows: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    module = FOLDER / f"{imported.module}.py"
-    assert module.is_file(), f"{file} imports {imported.module}, which is no file beside it"
-    bound = {
-        name
-        for node in ast.walk(ast.parse(module.read_text()))
-        for name in (
-            [node.name]
-            if isinstance(node, ast.FunctionDef | ast.ClassDef)
-            else [target.id for target in node.targets if isinstance(target, ast.Name)]
-            if isinstance(node, ast.Assign)
-            else []
-        )
-    }
-    assert {alias.name for alias in imported.names} <= bound
-
-
-def test_the_server_and_the_transfer_have_such_imports() -> None:
-    assert {file for file, _ in BARE} >= {"server.py", "transfer.py"}
+    monkeypatch.syspath_prepend(str(FOLDER))
+    model = SimpleNamespace(
+        get_num_kv_heads=lambda parallel: 1,
+        get_num_layers=lambda parallel: 2,
+        get_head_size=lambda: 4,
+        dtype=SimpleNamespace(itemsize=2),
+    )
+    config = SimpleNamespace(
+        model_config=model, parallel_config=None, cache_config=SimpleNamespace(block_size=8)
+    )
+    page_bytes, row_bytes = 256, 4 * 256
+    cache_room = runpy.run_path(str(FOLDER / "server.py"))["cache_room"]
+    assert cache_room(config, 4, 26, budget) == rows * row_bytes + page_bytes

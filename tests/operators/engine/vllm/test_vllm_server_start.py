@@ -12,7 +12,6 @@ from operators.engine.vllm.engine import VllmEngine
 from operators.models.folders import ModelError
 
 
-@pytest.mark.slow
 def test_an_interpreter_without_vllm_says_so_with_the_lines_that_install_it(folder):
     spec = importlib.util.find_spec("vllm")
     if spec is not None and spec.origin is not None:
