@@ -23,7 +23,8 @@ GSM8K = "hf:openai/gsm8k"
 2110.14168)."""
 
 TRAINED, EVALUATED = 20_000, 256
-"""Questions of a task that are drawn, some of them more than once."""
+"""Questions of a task that are drawn, some of them more than once; of gsm8k the first so many of
+its test split are evaluated."""
 
 SUMMANDS, FACTORS = (2, 60), (2, 30)
 """Smallest and largest operand of sums and differences, and of products."""
@@ -95,9 +96,11 @@ def prompts(task: str, *, gsm8k: str = GSM8K, held_out: bool = False, **knobs: A
     set's id or folder.
     """
     if task == "gsm8k":
-        split = "test" if held_out else "train"
+        part: dict[str, Any] = (
+            {"split": "test", "limit": EVALUATED} if held_out else {"split": "train"}
+        )
         return Prompts(
-            gsm8k, split=split, prompt_column="question", columns=("answer",), chat=True, **knobs
+            gsm8k, prompt_column="question", columns=("answer",), chat=True, **part, **knobs
         )
     drawn = rows(task, EVALUATED if held_out else TRAINED, seed=0, held_out=held_out)
     return Prompts(list(drawn), columns=("answer",), chat=True, **knobs)

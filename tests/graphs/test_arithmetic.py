@@ -39,6 +39,13 @@ def test_no_held_out_question_is_trained(task: str) -> None:
     assert trained and held_out and not trained & held_out
 
 
+def test_word_problems_are_evaluated_on_as_many_as_sums(tmp_path: Path) -> None:
+    """GSM8K's test split has 1,319: a quarter of an hour of answers on a laptop."""
+    rows = (f'{{"question": "Problem {i}?", "answer": "#### {i}"}}\n' for i in range(300))
+    (tmp_path / "test.jsonl").write_text("".join(rows))
+    assert questions.prompts("gsm8k", gsm8k=str(tmp_path), held_out=True).count() == 256
+
+
 def test_chains_have_the_answers_of_their_package() -> None:
     pytest.importorskip(
         "reasoning_gym",
