@@ -170,7 +170,8 @@ def _row(
         report.add(case=name, system=system, skipped="too little time is left")
         return True
     try:
-        model = make_model(shape, device)
+        dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+        model = make_model(shape, device, dtype).requires_grad_(False)
         sizes = model.config
         width = getattr(sizes, "head_dim", None) or sizes.hidden_size // sizes.num_attention_heads
         weight = next(model.parameters())

@@ -24,8 +24,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from bench.gpu.systems import TINY, Shape
-from bench.gpu.trainer import LEAST_S, make_module
+from bench.gpu.systems import TINY, Shape, make_model
+from bench.gpu.trainer import LEAST_S
 from bench.report import Figure, Report
 
 SHARED_S = 120.0
@@ -172,7 +172,7 @@ def save_policy(folder: Path, shape: Shape) -> Path:
     """The model of random weights with a tokenizer of words, as a Hugging Face folder."""
     from bench.generator.cases import save_words
 
-    make_module(shape, torch.device("cpu")).to(torch.bfloat16).save_pretrained(folder)
+    make_model(shape, torch.device("cpu"), torch.bfloat16).save_pretrained(folder)
     save_words(folder, min(1_000, shape.sizes["vocab_size"]))
     return folder
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import time
 from dataclasses import dataclass
 from typing import Any
@@ -33,6 +35,12 @@ class Shape:
 
     family: str
     sizes: dict[str, Any]
+
+    @property
+    def digest(self) -> str:
+        """A name for a folder that holds such a model."""
+        text = json.dumps([self.family, self.sizes], sort_keys=True)
+        return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 MODELS = {
@@ -96,25 +104,28 @@ class Run:
     note: str | None = None
 
 
-def make_model(shape: Shape, device: torch.device) -> Any:
-    """A model of random weights, bfloat16 on a GPU and float32 elsewhere."""
+def config_of(shape: Shape) -> Any:
+    """Its config; embedding and head are shared unless the shape says otherwise, no token ends."""
     import transformers
 
-    config = getattr(transformers, shape.family)(
-        **shape.sizes,
-        max_position_embeddings=32768,
-        rope_theta=1e6,
-        tie_word_embeddings=True,
-        eos_token_id=None,
-        bos_token_id=None,
-        pad_token_id=0,
-    )
+    common = {
+        "max_position_embeddings": 32768,
+        "rope_theta": 1e6,
+        "tie_word_embeddings": True,
+        "eos_token_id": None,
+        "bos_token_id": None,
+        "pad_token_id": 0,
+    }
+    return getattr(transformers, shape.family)(**(common | shape.sizes))
+
+
+def make_model(shape: Shape, device: torch.device, dtype: torch.dtype) -> Any:
+    """A model of random weights."""
+    import transformers
+
     torch.manual_seed(0)
     with device:
-        model = transformers.AutoModelForCausalLM.from_config(
-            config, dtype=torch.bfloat16 if device.type == "cuda" else torch.float32
-        )
-    return model.eval().requires_grad_(False)
+        return transformers.AutoModelForCausalLM.from_config(config_of(shape), dtype=dtype).eval()
 
 
 def prompts(load: Load, vocabulary: int) -> list[Any]:

@@ -24,7 +24,7 @@ from unittest import mock
 import numpy as np
 import torch
 
-from bench.gpu.systems import MODELS, TINY, Shape
+from bench.gpu.systems import MODELS, TINY, Shape, make_model
 from bench.gpu.timing import clear, seconds_of, wait
 from bench.report import Figure, Report
 
@@ -114,7 +114,7 @@ def step_figures(
         gradient_checkpointing=way.gradient_checkpointing,
         compile=way.compile,
     )
-    module = make_module(shape, device)
+    module = make_model(shape, device, torch.float32)
     learner = learner_of(trainer, forward_of(trainer, module), node="trainer")
     rows = make_rows(load, module.config.vocab_size)
     if device.type == "cuda":
@@ -169,24 +169,6 @@ def matrix_rate(device: torch.device, size: int) -> float:
     """Flops per second of a product of two square bfloat16 matrices."""
     first, two = (torch.randn(size, size, device=device).to(torch.bfloat16) for _ in range(2))
     return 2 * size**3 / seconds_of(lambda: first @ two, device, 10)
-
-
-def make_module(shape: Shape, device: torch.device) -> Any:
-    """A model of random weights in float32, embedding and head shared."""
-    import transformers
-
-    config = getattr(transformers, shape.family)(
-        **shape.sizes,
-        max_position_embeddings=32768,
-        rope_theta=1e6,
-        tie_word_embeddings=True,
-        eos_token_id=None,
-        bos_token_id=None,
-        pad_token_id=0,
-    )
-    torch.manual_seed(0)
-    with device:
-        return transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
 
 
 def make_rows(load: Load, vocabulary: int) -> Any:

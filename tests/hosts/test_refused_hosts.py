@@ -80,15 +80,27 @@ def test_a_host_with_another_version_of_the_program_is_refused(cluster: Cluster)
         )
 
 
-def test_an_agent_with_other_keys_is_not_let_in(cluster: Cluster) -> None:
+def join_with_other_keys(cluster: Cluster, own_folder: dict[str, str]) -> None:
     a, b = cluster.hosts
     keys = cluster.folder / "other.keys"
     keys.touch(0o600)
     keys.write_bytes(RunKeys.make().to_bytes())
     cluster.start("fakes", agents=[a])
-    cluster.join(b, {"DATAFLOW_AGENT_KEYS": str(keys)})
-    for said in (ended(cluster), refused(cluster, b)):
-        assert "who is there has other keys than this run's" in said and "host 'b' ends" in said
+    cluster.join(b, {"DATAFLOW_AGENT_KEYS": str(keys), **own_folder})
+
+
+def test_an_agent_with_other_keys_is_not_let_in(cluster: Cluster) -> None:
+    join_with_other_keys(cluster, {})
+    for said in (ended(cluster), refused(cluster, cluster.hosts[1])):
+        assert "host 'b' has other keys than the run in '" in said
+
+
+def test_an_agent_with_other_keys_that_does_not_see_the_runs_folder_is_not_let_in(
+    cluster: Cluster,
+) -> None:
+    join_with_other_keys(cluster, {"DATAFLOW_AGENT_FOLDER": "/home/b/runs"})
+    said = refused(cluster, cluster.hosts[1])
+    assert "who is there has other keys than this run's" in said and "host 'b' ends" in said
 
 
 def test_an_address_that_is_no_address_of_the_host_is_refused(cluster: Cluster) -> None:
@@ -159,7 +171,7 @@ def test_a_port_that_is_taken_is_named(cluster: Cluster) -> None:
 
 def test_a_host_whose_folder_is_that_of_another_run_says_so(cluster: Cluster) -> None:
     a, b = cluster.hosts
-    cluster.start("fakes", agents=[a])
+    cluster.start("fakes", agents=[a], checkpoint_to=str(cluster.folder / "copies"))
     b.run(["mkdir", "-p", "/home/b/runs/rollouts/step-000001.arrow"])
     cluster.join(b, {"DATAFLOW_AGENT_FOLDER": "/home/b/runs"})
     assert (

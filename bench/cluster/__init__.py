@@ -1,0 +1,1 @@
+"""The first day on eight GPUs, as one command."""
