@@ -3,6 +3,7 @@
 python -m dataflow.agent
 """
 
+import contextlib
 import os
 import signal
 import socket
@@ -25,7 +26,7 @@ from dataflow.system.security import check_listen
 
 def main() -> int:
     """Join the run that the environment names, and stay until it ends; the exit status."""
-    folder, name = Path(os.devnull), ""
+    folder, name, terminal = Path(os.devnull), "", os.dup(2)
     try:
         environment = AgentEnvironment.take(os.environ)
         host = host_here(environment)
@@ -48,7 +49,11 @@ def main() -> int:
     for number in (signal.SIGTERM, signal.SIGHUP):  # the host's own, unless it is started by nohup
         if signal.getsignal(number) != signal.SIG_IGN:
             signal.signal(number, lambda number, frame: agent.leave())
-    return agent.run()
+    status = agent.run()
+    if agent.unheard:
+        with contextlib.suppress(OSError):
+            os.write(terminal, f"{agent.unheard}\n".encode())
+    return status
 
 
 def host_here(told: AgentEnvironment) -> Host:

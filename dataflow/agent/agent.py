@@ -266,6 +266,8 @@ class Agent:
         self._leaves_at = float("inf")
         self._heard = self._spoke = self._sought = self._clock()
         self._has_scheduler = False
+        self.unheard = ""
+        """Why it ended, where no scheduler heard of it; for whoever started it."""
         self._unreached_since: float | None = None
         """Since when it does not reach some host that the scheduler takes to be there."""
         self._joins_at: float | None = None
@@ -287,6 +289,7 @@ class Agent:
             print(str(error), file=sys.stderr)
             if not self._has_scheduler:
                 leave(Path(self._told.folder), self._host.name, str(error))
+                self.unheard = str(error)
             return 1
         finally:
             self._close()
