@@ -16,6 +16,11 @@ Group = tuple[str, int]
 """Source and group_id."""
 
 
+def replica_of(sender: str) -> int:
+    """The number of a sending replica, as 1 of talk-1."""
+    return int(sender.rpartition("-")[2])
+
+
 @dataclass(slots=True)
 class HeldGroup:
     """One group at one node: it is let go of when neither the runtime nor a next node has anything
@@ -42,6 +47,8 @@ class Acknowledgements:
 
     released: Callable[[Group], None] = lambda group: None
     """Told of every group that the next nodes are done with."""
+    repeated: Callable[[Group, str], None] = lambda group, sender: None
+    """Told of a group that comes again, and by which sender, when all that it led to has left."""
     _held: dict[Group, HeldGroup] = field(default_factory=dict)
 
     def __len__(self) -> int:
@@ -76,6 +83,8 @@ class Acknowledgements:
             group.acks[origin, sender] = ack
             if before is not None:
                 before()
+            if not group.inside:
+                self.repeated((source, number), sender)
         return new
 
     def sent(self, source: str, groups: Iterable[int], receivers: int) -> None:

@@ -19,9 +19,10 @@ from dataflow.folder.trace import NodeSpans
 from dataflow.records import GROUP_ID, MESSAGE_BYTES
 from dataflow.runtime import Batch, Runtime
 from dataflow.tokens.ragged import group_slices, whole_groups
-from dataflow.worker.acknowledgements import Acknowledgements
+from dataflow.worker.acknowledgements import Acknowledgements, replica_of
 from dataflow.worker.state_clock import State, StateClock
 from dataflow.worker.turns import Turns
+from transport.data import AnswerSender
 
 # The ends of an edge as a node's loop sees them.
 
@@ -117,7 +118,7 @@ class NodeLoop:
         self._outbox: collections.deque[tuple[Outlet, pa.RecordBatch, Acked]] = collections.deque()
         self._finished = finished or {}
         self._settled = settled
-        self.acknowledgements = Acknowledgements(released=self._forget)
+        self.acknowledgements = Acknowledgements(released=self._forget, repeated=self._send_again)
         self._done: list[tuple[str, str, list[int]]] = []
         """Source, origin and groups that the runtime released."""
         self._over: set[str] = set()
@@ -302,6 +303,13 @@ class NodeLoop:
         if source in self._finished:
             self._finished[source].forget(number)
         self.runtime.forget(source, number)
+
+    def _send_again(self, group: tuple[str, int], sender: str) -> None:
+        """Answer a replica that asks what another, or an earlier life of it, was answered."""
+        source, number = group
+        for outlet in self._outlets.get(source, ()):
+            if isinstance(outlet, AnswerSender):
+                outlet.send_again(number, replica_of(sender))
 
     def _flush(self) -> bool:
         moved = False

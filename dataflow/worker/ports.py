@@ -9,8 +9,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-import pyarrow as pa
-
 from dataflow.graph import Graph
 from dataflow.planning.plan import Plan
 from dataflow.planning.wiring import Edge, edges, quantized_format
@@ -18,6 +16,7 @@ from dataflow.records import CAPACITY_BYTES, GROUP_ID, schema
 from dataflow.structure import readers_of
 from dataflow.system.security import RunKeys, again_at, reachable
 from dataflow.weight_ends import OpensWeights, OpensWriter, Refresh, WeightsIn, WeightsOut, leave
+from dataflow.worker.acknowledgements import replica_of
 from dataflow.worker.host import NodeLoops, Settings
 from dataflow.worker.kept_counts import CrossedByFile, KeptCounts, path_of
 from dataflow.worker.messages import WeightLine
@@ -336,21 +335,17 @@ class Ports:
         self, edge: Edge, addresses: list[str], sending: Callable[..., Sender], host: NodeLoops
     ) -> Sender | AnswerSender:
         """Rows go to any of the receivers, answers to the one that asked."""
-        if len(addresses) == 1 or edge.plane == "data" or edge.source != edge.consumer:
+        if edge.plane == "data" or edge.source != edge.consumer:
             return sending(receivers=addresses)
 
-        def askers(batch: pa.RecordBatch) -> list[set[int]]:
+        def askers(numbers: Sequence[int]) -> list[set[int]]:
             acknowledgements = host.loops[edge.producer].acknowledgements
-            names = (
-                acknowledgements.askers(edge.source, number)
-                for number in batch.column(GROUP_ID).to_pylist()
-            )
-            return [
-                {int(name.rpartition("-")[2]) for name in askers_of_group}
-                for askers_of_group in names
-            ]
+            senders = (acknowledgements.askers(edge.source, number) for number in numbers)
+            return [set(map(replica_of, of_number)) for of_number in senders]
 
-        return AnswerSender([sending(receivers=[address]) for address in addresses], askers)
+        return AnswerSender(
+            [sending(receivers=[address]) for address in addresses], GROUP_ID, askers
+        )
 
     def _capacity(self, edge: Edge) -> int:
         """Of a receiver, which its senders share: so that each of many replicas may send all that

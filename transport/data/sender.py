@@ -10,8 +10,9 @@ Over 600 lines: rows to any receiver and answers to the one that asked go out by
 """
 
 import time
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -572,6 +573,14 @@ class Sender(ReceiverSet):
 Acked = Callable[[Iterable[int]], None]
 
 
+@dataclass(slots=True)
+class _Answer:
+    row: pa.RecordBatch
+    acked: Callable[[], None]
+    owed: int = 0
+    """Replicas that it was sent to and that have not acknowledged it."""
+
+
 class AnswerSender:
     """A sender to each replica of those who ask: all are there from the start, and none joins or
     leaves.
@@ -585,13 +594,16 @@ class AnswerSender:
     def __init__(
         self,
         senders: Sequence[Sender],
-        askers: Callable[[pa.RecordBatch], Sequence[Collection[int]]],
+        key: str,
+        askers: Callable[[Sequence[int]], Sequence[Collection[int]]],
     ) -> None:
-        """senders: to one replica each, in their order. askers: of a batch, by row the numbers of
-        the replicas that asked for it.
+        """senders: to one replica each, in their order. key: the column of requests' numbers.
+        askers: of requests, the numbers of the replicas that asked.
         """
-        self._senders, self._askers = list(senders), askers
+        self._senders, self._key, self._askers = list(senders), key, askers
         self._waiting: list[deque[tuple[pa.RecordBatch, Acked]]] = [deque() for _ in senders]
+        self._answers: dict[int, _Answer] = {}
+        """By request, those that some replica has not acknowledged."""
         self._is_ending = False
 
     @property
@@ -617,20 +629,35 @@ class AnswerSender:
         for counts once all have it. A row without a known asker goes to all.
         """
         rows_of: dict[int, list[int]] = {}
-        for row, askers in enumerate(self._askers(batch)):
+        numbers = batch.column(self._key).to_pylist()
+        for row, (number, askers) in enumerate(zip(numbers, self._askers(numbers), strict=True)):
+            self._answers[number] = _Answer(batch.slice(row, 1), partial(acked, [row]))
             for replica in askers or range(len(self._senders)):
                 rows_of.setdefault(replica, []).append(row)
-        owed = Counter(row for rows in rows_of.values() for row in rows)
-
-        def heard(rows: Sequence[int], some: Iterable[int]) -> None:
-            owed.subtract(acked_rows := [rows[at] for at in some])
-            acked([row for row in acked_rows if not owed[row]])
-
         for replica, rows in rows_of.items():
             part = batch if len(rows) == batch.num_rows else batch.take(pa.array(rows))
-            self._waiting[replica].append((part, partial(heard, rows)))
+            self._queue(replica, part, [numbers[row] for row in rows])
         self._flush()
         return True
+
+    def send_again(self, number: int, replica: int) -> None:
+        """A replica has asked what is on its way already, to another or to an earlier life of
+        itself: the answer goes to it as well. One that has not been sent finds it among the askers.
+        """
+        if number in self._answers:
+            self._queue(replica, self._answers[number].row, [number])
+            self._flush()
+
+    def _queue(self, replica: int, part: pa.RecordBatch, numbers: Sequence[int]) -> None:
+        for number in numbers:
+            self._answers[number].owed += 1
+        self._waiting[replica].append((part, partial(self._hear, numbers)))
+
+    def _hear(self, numbers: Sequence[int], rows: Iterable[int]) -> None:
+        for number in (numbers[row] for row in rows):
+            self._answers[number].owed -= 1
+            if not self._answers[number].owed:
+                self._answers.pop(number).acked()
 
     def poll(self) -> None:
         """Take in grants and acknowledgements, and send what has credit now. Raises as
