@@ -19,10 +19,9 @@ from dataflow.folder.trace import NodeSpans
 from dataflow.records import GROUP_ID, MESSAGE_BYTES
 from dataflow.runtime import Batch, Runtime
 from dataflow.tokens.ragged import group_slices, whole_groups
-from dataflow.worker.acknowledgements import Acknowledgements, replica_of
+from dataflow.worker.acknowledgements import Acknowledgements
 from dataflow.worker.state_clock import State, StateClock
 from dataflow.worker.turns import Turns
-from transport.data import AnswerSender
 
 # The ends of an edge as a node's loop sees them.
 
@@ -88,6 +87,7 @@ class NodeLoop:
         finished: Mapping[str, Finished] | None = None,
         settled: Callable[[str, list[int]], Collection[int]] | None = None,
         answers: Sequence[tuple[str, str, Inlet]] = (),
+        repeated: Callable[[tuple[str, int], str], None] = lambda group, sender: None,
         span: Callable[[str, str, float, float], None] = lambda node, what, begin_s, end_s: None,
         turns: Turns | None = None,
         clock: Callable[[], float] = time.monotonic,
@@ -97,8 +97,9 @@ class NodeLoop:
         are that leave; finished: by source, where what leaves is kept until it has an outcome, and
         found instead of being made again; settled: which of some groups have an outcome already,
         though their sender has not heard of it; answers: inlets of what the runtime asked for
-        itself, which is its own as soon as it has come; span: is told of every slice of work, and
-        of every stretch between two, by the state of the node; turns: on devices that it shares.
+        itself, which is its own as soon as it has come; repeated: see `Acknowledgements`; span: is
+        told of every slice of work, and of every stretch between two, by the state of the node;
+        turns: on devices that it shares.
         """
         self.node, self.runtime = node, runtime
         self.paused = False
@@ -118,7 +119,7 @@ class NodeLoop:
         self._outbox: collections.deque[tuple[Outlet, pa.RecordBatch, Acked]] = collections.deque()
         self._finished = finished or {}
         self._settled = settled
-        self.acknowledgements = Acknowledgements(released=self._forget, repeated=self._send_again)
+        self.acknowledgements = Acknowledgements(released=self._forget, repeated=repeated)
         self._done: list[tuple[str, str, list[int]]] = []
         """Source, origin and groups that the runtime released."""
         self._over: set[str] = set()
@@ -303,13 +304,6 @@ class NodeLoop:
         if source in self._finished:
             self._finished[source].forget(number)
         self.runtime.forget(source, number)
-
-    def _send_again(self, group: tuple[str, int], sender: str) -> None:
-        """Answer a replica that asks what another, or an earlier life of it, was answered."""
-        source, number = group
-        for outlet in self._outlets.get(source, ()):
-            if isinstance(outlet, AnswerSender):
-                outlet.send_again(number, replica_of(sender))
 
     def _flush(self) -> bool:
         moved = False

@@ -343,9 +343,20 @@ class Ports:
             senders = (acknowledgements.askers(edge.source, number) for number in numbers)
             return [set(map(replica_of, of_number)) for of_number in senders]
 
-        return AnswerSender(
+        answers = AnswerSender(
             [sending(receivers=[address]) for address in addresses], GROUP_ID, askers
         )
+        before = host.repeated.get(edge.producer)
+
+        def repeated(group: tuple[str, int], sender: str) -> None:
+            source, number = group
+            if source == edge.source:
+                answers.send_again(number, replica_of(sender))
+            elif before is not None:
+                before(group, sender)
+
+        host.repeated[edge.producer] = repeated
+        return answers
 
     def _capacity(self, edge: Edge) -> int:
         """Of a receiver, which its senders share: so that each of many replicas may send all that
