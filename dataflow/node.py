@@ -143,6 +143,8 @@ class CapacityTraits:
     """Rollouts that are decoded."""
     cache_bytes: int | None = None
     """Budget for keys and values; None: what is free."""
+    prefill_tokens: int = 0
+    """Tokens of prompts that a generator computes in one pass, before one more of any length."""
     calls_at_once: int = 1
     """Rows, or groups, that it scores, over all its processes."""
     queue_prompts: int | None = None
@@ -167,6 +169,9 @@ class TrainingTraits:
     reader; None: as its plan has it."""
     compares_logprobs: bool = False
     """Whether its loss compares its log-probabilities with the generator's."""
+    ways: tuple[Mapping[str, Any], ...] = ()
+    """Values of the knobs that its plan is to choose on accelerators, the fastest way first, the
+    one that takes least memory last; empty: it has values for all."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -16,6 +16,7 @@ from dataflow.node import CapacityTraits, Generate, SamplingTraits, Split, Trait
 from dataflow.records import RAW_COMPLETION, SAMPLED_COLUMNS, SAMPLING_MASK, TEMPERATURE, Columns
 from dataflow.runtime import Context, Runtime
 from dataflow.settable import GROUP, settable
+from operators.engine.pages import PREFILL_TOKENS
 
 WEIGHTS = ("model", "bfloat16", "int8", "int8_dynamic", "fp8")
 """How a generator's linear layers may compute."""
@@ -111,7 +112,10 @@ class GeneratorKnobs(Generate):
                 context_tokens=self.context_tokens or getattr(self.model, "context_tokens", None),
             ),
             capacity=CapacityTraits(
-                in_flight=self.in_flight, slots=self.slots, cache_bytes=self.cache_bytes
+                in_flight=self.in_flight,
+                slots=self.slots,
+                cache_bytes=self.cache_bytes,
+                prefill_tokens=PREFILL_TOKENS,
             ),
             chat=self.chat,
             chat_options=self.chat_template_kwargs or {},

@@ -38,6 +38,9 @@ from dataflow.planning.plan import Plan
 from dataflow.planning.wiring import edges
 from dataflow.structure import Structure, episodes_of
 
+_COUNTED = ("weights", "KV-cache", "a forward pass", "captured steps")
+"""Of a generator's need, what its rates count, the last two in the share that no cache takes."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Operation:
@@ -55,6 +58,8 @@ class Operation:
     need: Need | None
     """Memory of one rank, at least."""
     room_bytes: int | None
+    choice: str = ""
+    """As `Placement.choice`."""
     kinds: Mapping[str, int] = field(default_factory=dict)
     """Its accelerators, by kind."""
     at_once: float = 0.0
@@ -212,14 +217,12 @@ class Foreground:
 
     def reserved_bytes(self, operator: Operator) -> float:
         """Bytes on one replica's devices that neither weights nor cache use: layers that adapters
-        are merged into, and a version in shared memory.
+        are merged into, and a version that arrives.
         """
         need = self.plan.placements[operator.name].need
         if need is None or self.on_cpu:
             return 0.0
-        other_bytes = sum(
-            part for name, part in need.parts.items() if name not in ("weights", "KV-cache")
-        )
+        other_bytes = sum(part for name, part in need.parts.items() if name not in _COUNTED)
         return float(other_bytes * self.plan.placements[operator.name].ranks)
 
     @property

@@ -19,16 +19,12 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import numpy as np
-import psutil
 import torch
 import torch.nn.functional as F
 
 from dataflow.records import AnyArray
 from operators.engine.pages import PAGE, Prefix, pages_for
 from operators.models.folders import ModelError
-
-CPU_SHARE, GPU_SHARE = 0.5, 0.85
-"""Part of the memory free now that the cache may grow to when no budget is given."""
 
 
 class KVCache:
@@ -118,17 +114,6 @@ def page_count(*, slots: int, context_tokens: int, token_bytes: int, budget: int
             " bytes; raise cache_bytes, or lower context_tokens"
         )
     return min(affordable, slots * slot_pages)
-
-
-def default_budget(device: torch.device, weights: int) -> int:
-    """Bytes the cache may take when nobody says: a share of what is free on the device now.
-
-    weights: bytes of the model, of which a second version arrives on a GPU beside the one that is
-    computed with.
-    """
-    if device.type == "cuda":
-        return int(GPU_SHARE * max(0, torch.cuda.mem_get_info(device)[0] - weights))
-    return int(CPU_SHARE * psutil.virtual_memory().available)
 
 
 def huge_pages(nbytes: int) -> torch.Tensor:

@@ -13,9 +13,10 @@ import torch
 
 from dataflow.records import AnyArray
 from dataflow.runtime import Context
-from dataflow.weight_ends import WeightsIn
+from dataflow.weight_ends import OpensWeights, WeightsIn
 from operators.engine import attention
 from operators.engine.attention import AttentionLayout, Kernel, KVCache, lay_out
+from operators.engine.budget import default_budget
 from operators.engine.cuda import available
 from operators.engine.cuda.fuse import fuse_layers
 from operators.engine.decode import Engine
@@ -274,12 +275,14 @@ def build_native(
     model: torch.nn.Module | None = None,
     sliced: Sliced | None = None,
     merged: Merged | None = None,
+    agreed: Callable[[int], int] = int,
 ) -> BuiltEngine:
     """Load model and tokenizer onto the device of `context`. Raises ModelError when they cannot be
     used.
 
     `model`: loaded already. `sliced`: where it is one rank's slices, how they are quantised.
-    `merged`: what brings adapters into it.
+    `merged`: what brings adapters into it. `agreed`: the cache's bytes that all ranks of the model
+    take, of those that this one has.
     """
     if context.devices.device == "cpu":
         torch.set_num_threads(context.devices.threads)
@@ -306,6 +309,8 @@ def build_native(
         )
     vocabulary = int(model.get_output_embeddings().weight.shape[0])  # type: ignore[operator]
     ends, stop = stops_of(tokenizer, model, declaration.stop, vocabulary, chat=declaration.chat)
+    tensors = dict(model.named_parameters()) if intake is None else intake.tensors
+    arriving = arriving_bytes(context, tensors)
     engine = Engine(
         model,
         slots=declaration.slots,
@@ -317,12 +322,24 @@ def build_native(
         fused=tested.fused if declaration.weights in ("model", "bfloat16") else None,
         token_bytes=tested.token_bytes,
         cache_bytes=declaration.cache_bytes,
+        budget=lambda engine: agreed(default_budget(engine, arriving=arriving)),
         on_update=declaration.on_update,
         record_mask=declaration.records_mask,
-        tensors=None if intake is None else intake.tensors,
+        tensors=tensors,
         on_adopt=None if intake is None else intake.adopted,
     )
     return BuiltEngine(engine, tokenizer, ends, native=engine)
+
+
+def arriving_bytes(context: Context, tensors: Mapping[str, torch.Tensor]) -> int:
+    """Of the engine's device, what a version of these tensors takes while it arrives: nothing where
+    none comes, or where it lies in the memory of a trainer of one rank on another device.
+    """
+    reader, share = context.weights.reader, context.devices
+    site = reader.site if isinstance(reader, OpensWeights) else None
+    if reader is None or (site is not None and not site.is_sharded and share.aside is None):
+        return 0
+    return sum(tensor.nbytes for tensor in {id(each): each for each in tensors.values()}.values())
 
 
 def sampling_of(declaration: GeneratorKnobs) -> Sampling:

@@ -21,15 +21,15 @@ from operators.engine.attention import (
     Kernel,
     KVCache,
     NewRow,
-    default_budget,
     lay_out,
     page_count,
 )
+from operators.engine.budget import EnginePasses, default_budget
 from operators.engine.cuda.available import drawing
 from operators.engine.cuda.graphs import GraphedDecode
 from operators.engine.cuda.late import LateFlags
 from operators.engine.interface import ABORTED, BROKEN, EndedRollout, PromptStart, Row, begun
-from operators.engine.pages import PAGE, Pages, Prefix, fitting, pages_for
+from operators.engine.pages import PAGE, PREFILL_TOKENS, Pages, Prefix, fitting, pages_for
 from operators.engine.rows import Parked, Rows, put, to_park
 from operators.engine.sampler import Sampling, likeliest
 from operators.engine.stop_strings import StopStrings
@@ -97,9 +97,6 @@ class Alternatives:
             )
 
 
-PREFILL_TOKENS = 4096
-"""Most tokens whose keys and values are computed anew in one step (one prefix may have more)."""
-
 MOST_STOPS = 64
 """Sets of stop strings that are looked for at once before those that no live row has are let go."""
 
@@ -122,6 +119,7 @@ class Engine:
         fused: Fused | None = None,
         token_bytes: int = 0,
         cache_bytes: int | None = None,
+        budget: Callable[[EnginePasses], int] = default_budget,
         on_update: Literal["keep", "recompute"] = "keep",
         record_mask: bool = False,
         graphs: bool | None = None,
@@ -136,7 +134,8 @@ class Engine:
             kernel: what `build.adapt` found right; None to attend with torch's operators.
             fused: what `build.adapt` found to compute the whole model; None to call the model.
             token_bytes: bytes of keys and values that one position takes in all layers.
-            cache_bytes: budget of the KV-cache; None: a share of the memory that is free now.
+            cache_bytes: budget of the KV-cache; None: what `budget` gives.
+            budget: asked once all else is there.
             on_update: keep the keys and values of unfinished rows when weights change, or recompute
                 them.
             record_mask: record which tokens truncation left, for every token drawn.
@@ -166,17 +165,28 @@ class Engine:
         self._checked = torch.from_numpy(self._ends).to(self.device, copy=True)
         self._watched: dict[int, StopStrings] = {}
         self._watch(stop)
-        weights = sum(weight.nbytes for weight in model.parameters())
-        budget = default_budget(self.device, weights) if cache_bytes is None else cache_bytes
-        most = page_count(
-            slots=slots, context_tokens=context_tokens, token_bytes=token_bytes, budget=budget
-        )
-        self.pages = Pages(most)
-        self.cache = KVCache(self.pages.count)
         cuda = self.device.type == "cuda"
         graphs = cuda if graphs is None else graphs
         self.rows = Rows(slots, context_tokens, self.device, fixed=graphs)
         self._draw = drawing(self.device)
+        if cache_bytes is None:
+            zeros = torch.zeros(2, slots, dtype=torch.int64, device=self.device)
+            passes = EnginePasses(
+                forward=self._call,
+                draw=lambda logits: self._draw(logits, sampling, *zeros[:, : len(logits)]),
+                kernel=kernel,
+                device=self.device,
+                slots=slots,
+                context_tokens=context_tokens,
+                token_bytes=token_bytes,
+                captures=graphs,
+            )
+            cache_bytes = budget(passes)
+        most = page_count(
+            slots=slots, context_tokens=context_tokens, token_bytes=token_bytes, budget=cache_bytes
+        )
+        self.pages = Pages(most)
+        self.cache = KVCache(self.pages.count)
         self._late = LateFlags(
             self.device, slots, 0 if record_mask else int(cuda) if lag is None else lag
         )

@@ -20,6 +20,9 @@ from dataflow.records import AnyArray
 
 PAGE = 16
 """Positions in a page."""
+PREFILL_TOKENS = 4096
+"""Tokens whose keys and values are computed anew in one step: prompts are begun until there are so
+many, and the last of them may have any length."""
 MOST_NEAR = 64
 """Pages behind one prefix that are looked at for the beginning that they have in common with new
 tokens."""
@@ -51,6 +54,11 @@ class Prefix:
     def new(self) -> int:
         """Tokens to compute."""
         return len(self.tokens) - self.begin
+
+
+def most_new(context_tokens: int) -> int:
+    """Tokens that one step computes anew at most."""
+    return PREFILL_TOKENS - 1 + context_tokens
 
 
 def pages_for(tokens: int) -> int:

@@ -39,8 +39,9 @@ from dataflow.tokens.rollout_tokens import RolloutTokens
 from dataflow.weight_ends import WeightsIn
 from operators.chat.chat_template import ChatTemplate
 from operators.engine.build import make_engine
-from operators.engine.decode import PREFILL_TOKENS, put_aside
+from operators.engine.decode import put_aside
 from operators.engine.interface import TOO_LONG, EndedRollout, PromptStart
+from operators.engine.pages import PREFILL_TOKENS
 from operators.engine.stop_strings import StopCache
 from operators.generation import groups
 from operators.generation.groups import (

@@ -36,7 +36,6 @@ from dataflow.system.forking import has_used_cuda
 from dataflow.system.messages import Channel, Message, Secret
 from dataflow.tokens.rollout_tokens import RolloutTokens
 from dataflow.weight_ends import WeightsBeside, WeightSite
-from operators.engine.attention import default_budget
 from operators.engine.build import BuiltEngine, build_native
 from operators.engine.decode import Engine, put_aside
 from operators.engine.interface import EndedRollout, PromptStart
@@ -139,13 +138,12 @@ def make_member(
     own = sliced(
         model, functools.partial(distribute, mesh=mesh, device=device, name=model.name), loading
     )
-    budget = declaration.cache_bytes
-    if budget is None:
-        free = default_budget(device, sum(shard.local.nbytes for shard in own.shards.values()))
-        budget = least(free // size if device.type == "cpu" else free)
     shares = Sliced(cut_rows(own.shards), largest, functools.partial(connect, own.module, mesh))
-    budgeted = dataclasses.replace(declaration, cache_bytes=budget)
-    built = build_native(budgeted, context, own.module, shares, own.merged)
+
+    def agreed(nbytes: int) -> int:
+        return least(nbytes // size if device.type == "cpu" else nbytes)
+
+    built = build_native(declaration, context, own.module, shares, own.merged, agreed)
     return RankEngine(built, taken(own.shards, built.engine.tensors), context.devices.aside)
 
 

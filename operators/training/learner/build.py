@@ -117,10 +117,11 @@ def learner_of(
     aside: where it may put away what is in main memory, of one that takes turns on its devices;
     None: it does not.
     """
+    training = trainer.traits.training
     prepare(
         forward.module,
-        gradient_checkpointing=trainer.gradient_checkpointing,
-        compile=trainer.compile,
+        gradient_checkpointing=training.gradient_checkpointing,
+        compile=training.compiled,
     )
     learner = Learner(
         forward=forward,
@@ -135,7 +136,7 @@ def learner_of(
         node=node,
         normalize=trainer.normalize,
         max_grad_norm=trainer.max_grad_norm,
-        micro_batch_tokens=trainer.micro_batch_tokens,
+        micro_batch_tokens=training.micro_batch_tokens,
         skip_zero_advantage=trainer.skip_zero_advantage,
         whiten=trainer.whiten,
         seed=seed,

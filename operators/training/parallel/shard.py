@@ -294,7 +294,7 @@ def shard(
     forward = learner.forward
     _check_packs(forward, name)
     before = {id(weight): at for at, weight in forward.module.named_parameters()}
-    sharded = _shared_out(forward.module, mesh, compute, name)
+    sharded = shared_out(forward.module, mesh, compute, name)
     sharded.computes_by(forward, device)
     learner.forward = sharded
     learner.together = MeshTogether(mesh)
@@ -317,7 +317,7 @@ def read_slices(
     How it computes is not said yet. Raises ModelError as `shard`, and where a file cannot be
     read.
     """
-    sharded = _shared_out(outline.module, mesh, compute, model.name)
+    sharded = shared_out(outline.module, mesh, compute, model.name)
     sharded.take_memory(device)
     with torch.no_grad():
         tensors = {
@@ -350,7 +350,7 @@ def learner_of_slices(
     return learner
 
 
-def _shared_out(module: Any, mesh: TrainerMesh, compute: torch.dtype | None, name: str) -> Sharded:
+def shared_out(module: Any, mesh: TrainerMesh, compute: torch.dtype | None, name: str) -> Sharded:
     if mesh["tp"].size() > 1:
         cut(module, mesh, name)
     return Sharded(module, mesh, compute)
