@@ -5,7 +5,8 @@
 
 One rank's bytes of a GPU, GiB: tracked (`bench.memory.tracked`), two steps of two micro-batches of
 4 rollouts of 2,048 tokens each (of one where `micro_batches` says so), in bfloat16 with float32
-weights, gradients and moments; planned, what `--explain` counts for the same; over, what the plan
+weights, gradients and moments, of which load is made before the first step, micro in a micro-batch
+and update by the optimiser; planned, what `--explain` counts for the same; over, what the plan
 counts more, a share of what was tracked. seconds: of the tracking, on this machine. No GPU is
 needed. A compiled layer is not tracked: what Inductor keeps shows on a GPU alone.
 """
@@ -173,6 +174,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 system=f"{case.model} on {case.ranks}",
                 checkpointing="yes" if case.checkpointed else "no",
                 micro_batches=case.micro_batches,
+                **{phase: round(nbytes / GIB, 2) for phase, nbytes in held.parts.items()},
                 tracked=round(held.most / GIB, 2),
                 planned=round(need.total / GIB, 2),
                 over=round(need.total / held.most - 1, 3),

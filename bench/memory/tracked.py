@@ -1,6 +1,7 @@
-"""What a trainer's rank holds of a GPU while it makes two steps, found without one.
+"""What a trainer's rank holds of a GPU while it makes two steps, and what a generator's passes
+take, found without one.
 
-The trainer's own code runs on fake tensors, which have shapes and no numbers, as rank 0 of a fake
+Their own code runs on fake tensors, which have shapes and no numbers, as rank 0 of a fake
 process group. Counted are storages from when they are made until they are freed, in blocks of 512
 bytes as torch's allocator takes them. Not counted is what no tensor shows: CUDA's context, NCCL's
 buffers, workspaces within a kernel, holes between blocks.
@@ -12,7 +13,7 @@ import contextlib
 import warnings
 import weakref
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 from unittest import mock
@@ -30,7 +31,11 @@ from torch.utils._pytree import tree_map_only
 from torch.utils.weak import WeakIdKeyDictionary
 
 from bench.gpu.trainer import Load, make_rows
-from operators import Trainer
+from operators import Generator, Trainer
+from operators.engine import attention
+from operators.engine.attention import AttentionLayout, KVCache
+from operators.engine.budget import Budget, EnginePasses, measured
+from operators.engine.build import context_tokens_of
 from operators.models.loading import on_meta
 from operators.models.slices import given_memory
 from operators.training.learner import head, packed_attention
@@ -95,6 +100,60 @@ def _learner(trainer: Trainer, module: Any, mesh: Any) -> Learner:
     sharded = shard.shared_out(module, mesh, compute, trainer.model.name)
     sharded.take_memory(DEVICE)
     return shard.learner_of_slices(trainer, sharded, mesh, DEVICE, node=trainer.name, seed=0)
+
+
+def tracked_budget(generator: Generator, whole: int) -> Budget:
+    """The budget of the cache of a generator of one rank on a GPU of `whole` bytes, as
+    `operators.engine.budget` measures it, without what a draw takes; from its model's config alone.
+    """
+    storages = Storages()
+    module: Any = on_meta(generator.model, generator.model.dtype, None)
+    attention.register()
+    module.set_attn_implementation(attention.NAME)
+
+    def forward(
+        tokens: torch.Tensor, at: torch.Tensor, kept: torch.Tensor | int, layout: AttentionLayout
+    ) -> Any:
+        return module(
+            input_ids=tokens[None],
+            position_ids=at[None],
+            use_cache=False,
+            logits_to_keep=kept,
+            slot_layout=layout,
+        ).logits[0]
+
+    with _as_on_a_gpu(storages), FakeTensorMode(allow_non_fake_inputs=True), storages:
+        module = given_memory(module, DEVICE)
+        cache = KVCache(1)
+        one = torch.zeros(1, dtype=torch.int64)
+        forward(one, one, 0, AttentionLayout(cache, one, 1, one[None]))
+        passes = EnginePasses(
+            forward=forward,
+            draw=lambda logits: None,
+            kernel=None,
+            device=DEVICE,
+            slots=generator.slots,
+            context_tokens=context_tokens_of(generator, module.config),
+            token_bytes=cache.token_bytes,
+            captures=True,
+        )
+        cache.drop()
+        return measured(passes, _TrackedMemory(storages, whole), arriving=storages.now)
+
+
+class _TrackedMemory:
+    """A device of which storages take a part."""
+
+    def __init__(self, storages: Storages, whole: int) -> None:
+        self._storages, self._whole = storages, whole
+
+    def free(self) -> tuple[int, int]:
+        return self._whole - self._storages.now, self._whole
+
+    def peak(self, work: Callable[[], object]) -> int:
+        before = self._storages.most = self._storages.now
+        work()
+        return self._storages.most - before
 
 
 class Storages(TorchDispatchMode):

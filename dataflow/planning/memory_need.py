@@ -255,7 +255,8 @@ def _version(
     trainer_ranks: int,
 ) -> int:
     """Bytes of a version between trainer and reader on this operator's accelerator: a trainer of
-    one rank has it on its own; of several ranks, it lies in its reader's buffer.
+    one rank has it on its own; of several ranks, it lies in its reader's buffer, and where these
+    copy their weights to be sent, two copies lie on theirs.
     """
     model = operator.uses
     read = [
@@ -264,7 +265,12 @@ def _version(
         if operator.name in (feedback.weights.trainer.name, feedback.reader.name)
     ]
     is_one = (ranks if operator.trains else trainer_ranks) == 1
-    if model is None or not read or not (in_turn or is_one == operator.trains):
+    if model is None or not read:
+        return 0
+    if not in_turn and operator.trains and not is_one and operator.traits.training.copies_weights:
+        shares = ranks // operator.traits.split.dp_replicate
+        return 2 * size.sent_bytes(model.dtype, model.lora, shares)
+    if not in_turn and is_one != operator.trains:
         return 0
     formats = {reader.quantized for reader in readers_of(graph, read[0].weights.trainer.name)}
     return size.sent_bytes(
@@ -339,8 +345,8 @@ def _inferred(size: ModelSize, nbytes: int, ranks: int) -> int:
     """Bytes of a token in the fullest place of a layer without gradients: in its attention, its
     MLP, or a norm in float32.
     """
-    attention = 2 * size.width + (5 * size.query_width + 4 * size.key_width) // ranks
-    products = 2 * size.width + 3 * size.inner // ranks
+    attention = 4 * size.width + (5 * size.query_width + 4 * size.key_width) // ranks
+    products = 4 * size.width + 3 * size.inner // ranks
     return max(nbytes * max(attention, products), (nbytes + 12) * size.width)
 
 
@@ -393,8 +399,8 @@ def _with_passes(
 
 
 def _micro_batch(graph: Structure, operator: Operator) -> tuple[int, bool]:
-    """Tokens of a micro-batch, no more than the completions of a step may have, and whether a step
-    has no other.
+    """Tokens of a micro-batch, no more than the completions of a step may have and no less than one
+    of them, and whether a step has no other.
     """
     tokens = operator.traits.training.micro_batch_tokens
     generators = [op for op in graph.operators.values() if isinstance(op, Generate)]
@@ -406,7 +412,7 @@ def _micro_batch(graph: Structure, operator: Operator) -> tuple[int, bool]:
     prompts = operator.step_prompts if isinstance(operator, Learn) else 1
     if longest and groups:
         most = prompts * max(groups) * max(longest)
-        return min(tokens, most), most <= tokens
+        return min(max(tokens, *longest), most), most <= tokens
     return tokens, False
 
 
@@ -427,5 +433,8 @@ def _ways_out(needs: Iterable[Need]) -> str:
     if "KV-cache" in parts:
         ways.append("lower cache_bytes or context_tokens")
     if {"KV-cache", "version on its way"} <= parts:
-        ways.append('Generator(tensor_parallel=...) or weights="fp8", as two versions have to fit')
+        ways.append(
+            'Generator(tensor_parallel=...), weights="fp8" or accelerators with more memory, as two'
+            " versions have to fit"
+        )
     return ", or ".join(ways)

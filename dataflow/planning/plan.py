@@ -293,7 +293,7 @@ class Plan:
         lines += [*self._caches()]
         lines += [
             f"left to the plan, '{placement.node}' has {placement.choice}: the fastest way that"
-            f" leaves {1 - SPARE:.0%} of its devices' memory free"
+            f" leaves {1 - SPARE:.0%} of a device free, as far as its size is known, else the least"
             for placement in self.placements.values()
             if placement.chosen
         ]

@@ -339,7 +339,8 @@ def arriving_bytes(context: Context, tensors: Mapping[str, torch.Tensor]) -> int
     site = reader.site if isinstance(reader, OpensWeights) else None
     if reader is None or (site is not None and not site.is_sharded and share.aside is None):
         return 0
-    return sum(tensor.nbytes for tensor in {id(each): each for each in tensors.values()}.values())
+    distinct = {id(tensor): tensor.nbytes for tensor in tensors.values()}
+    return sum(distinct.values())
 
 
 def sampling_of(declaration: GeneratorKnobs) -> Sampling:

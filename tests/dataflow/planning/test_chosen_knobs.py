@@ -1,6 +1,7 @@
 """Knobs that a trainer leaves open are chosen by what fits, alike everywhere, and kept."""
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,28 +19,30 @@ from dataflow.runtime import Context, DeviceShare
 from operators import Generator, Prompts, Trainer
 
 GIB = 1 << 30
-H100 = int(79.2 * GIB)
+H100, H200 = int(79.2 * GIB), int(139.8 * GIB)
 FAST = {"compile": True, "gradient_checkpointing": False, "micro_batch_tokens": 8192}
 
 
-def graph_of(model: str, folder: Path, **knobs: Any) -> Graph:
+def graph_of(
+    model: str, folder: Path, sampler: Mapping[str, Any] | None = None, **knobs: Any
+) -> Graph:
     from rigs.graphs import reward
 
     from operators.credit import advantage
 
     graph = Graph("chosen")
     policy = Model(str(write(CONFIGS[model], folder / model)), dtype="bfloat16")
-    generator = Generator(policy, group_size=8, max_tokens=1024)
+    generator = Generator(policy, group_size=8, max_tokens=1024, **(sampler or {}))
     trainer = Trainer(policy, prompts_per_step=64, **knobs)
     trainer(advantage(reward(generator(graph.source(Prompts([{"prompt": "a"}]))))))
     graph.feedback(trainer.weights, generator, max_staleness=4)
     return graph
 
 
-def planned(graph: Graph, generators: int, trainers: int, **how: Any) -> Plan:
+def planned(graph: Graph, generators: int, trainers: int, *, room: int = H100, **how: Any) -> Plan:
     count = generators + trainers
     hosts = [
-        Host(name=f"h{at}", cpus=96, gpus=min(8, count), gpu_memory_bytes=H100)
+        Host(name=f"h{at}", cpus=96, gpus=min(8, count), gpu_memory_bytes=room)
         for at in range(-(-count // 8))
     ]
     devices = Devices.of(hosts)
@@ -84,6 +87,20 @@ def test_less_memory_takes_fewer_tokens_at_once_and_then_computes_layers_again(
     )
     assert any(way["gradient_checkpointing"] for way in seen)
     assert len(seen) >= 3
+
+
+def test_two_versions_of_405b_fit_a_host_of_eight_h200_and_none_of_eight_h100(
+    tmp_path: Path,
+) -> None:
+    graph = graph_of("llama-405b", tmp_path, {"tensor_parallel": 8, "weights": "fp8"})
+    made = planned(graph, 8, 512, room=H200)
+    need = made.placements["generator"].need
+    assert need is not None and need.rollout
+    versions = need.parts["weights"] + need.parts["version on its way"]
+    assert versions == pytest.approx(2 * 51.3e9, rel=0.01), "as docs/weights.md has it"
+    assert made.placements["trainer"].chosen["micro_batch_tokens"] == 8192
+    with pytest.raises(GraphError, match=r"'generator.*more memory, as two versions have to fit"):
+        planned(graph, 8, 512)
 
 
 def test_what_is_given_is_left_as_it_is(tmp_path: Path) -> None:
