@@ -36,6 +36,7 @@ from operators.engine import attention
 from operators.engine.attention import AttentionLayout, KVCache
 from operators.engine.budget import Budget, EnginePasses, measured
 from operators.engine.build import context_tokens_of
+from operators.engine.pages import most_new
 from operators.models.loading import on_meta
 from operators.models.slices import given_memory
 from operators.training.learner import head, packed_attention
@@ -124,7 +125,7 @@ def tracked_budget(generator: Generator, whole: int) -> Budget:
 
     with _as_on_a_gpu(storages), FakeTensorMode(allow_non_fake_inputs=True), storages:
         module = given_memory(module, DEVICE)
-        cache = KVCache(1)
+        cache, context = KVCache(1), context_tokens_of(generator, module.config)
         one = torch.zeros(1, dtype=torch.int64)
         forward(one, one, 0, AttentionLayout(cache, one, 1, one[None]))
         passes = EnginePasses(
@@ -133,7 +134,8 @@ def tracked_budget(generator: Generator, whole: int) -> Budget:
             kernel=None,
             device=DEVICE,
             slots=generator.slots,
-            context_tokens=context_tokens_of(generator, module.config),
+            context_tokens=context,
+            new_tokens=most_new(context),
             token_bytes=cache.token_bytes,
             captures=True,
         )

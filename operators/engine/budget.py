@@ -15,7 +15,7 @@ import torch
 
 from dataflow.planning.memory_need import FILLED
 from operators.engine.attention import AttentionLayout, Kernel, KVCache, lay_out
-from operators.engine.pages import PAGE, Prefix, most_new, pages_for
+from operators.engine.pages import PAGE, Prefix, pages_for
 from operators.engine.rows import put
 from operators.models.folders import ModelError
 
@@ -64,16 +64,19 @@ class EnginePasses:
     device: torch.device
     slots: int
     context_tokens: int
+    new_tokens: int
+    """Of prompts, that one pass computes at most."""
     token_bytes: int
     """Of keys and values of one position in all layers."""
     captures: bool
     """Whether decode steps are captured, so that what one takes stays taken."""
 
     @torch.inference_mode()
-    def prefill(self, tokens: int) -> None:
-        """A forward pass over so many new tokens, of the longest prompts, in pages of their own,
-        and a draw for all slots.
+    def prefill(self) -> None:
+        """A forward pass over as many new tokens as there may be, of the longest prompts, in pages
+        of their own, and a draw for all slots.
         """
+        tokens = self.new_tokens
         lengths = [self.context_tokens] * (tokens // self.context_tokens)
         lengths += [tokens % self.context_tokens] * bool(tokens % self.context_tokens)
         pages = itertools.count()
@@ -104,7 +107,7 @@ class EnginePasses:
         self.draw(self.forward(at, at, 0, layout))
 
     def page_bytes(self, tokens: int) -> int:
-        """Of the pages of so many tokens."""
+        """Of the pages that so many tokens of the longest prompts take."""
         whole, rest = divmod(tokens, self.context_tokens)
         pages = whole * pages_for(self.context_tokens) + pages_for(rest)
         return pages * PAGE * self.token_bytes
@@ -142,13 +145,12 @@ def measured(engine: EnginePasses, memory: DeviceMemory, *, arriving: int) -> Bu
     captured, one decode step of all its slots are made. ModelError where the cache cannot hold one
     rollout.
     """
-    tokens = most_new(engine.context_tokens)
     try:
-        passes = memory.peak(lambda: engine.prefill(tokens)) - engine.page_bytes(tokens)
+        passes = memory.peak(engine.prefill) - engine.page_bytes(engine.new_tokens)
         graphs = memory.peak(engine.decode) if engine.captures else 0
     except torch.OutOfMemoryError as error:
         raise ModelError(
-            f"the generator cannot make a prefill of {tokens} tokens beside its weights;"
+            f"the generator cannot compute {engine.new_tokens} tokens at once beside its weights;"
             f" {str(error).splitlines()[0]}; lower context_tokens, or share the model out with"
             " tensor_parallel"
         ) from error

@@ -29,7 +29,15 @@ from operators.engine.cuda.available import drawing
 from operators.engine.cuda.graphs import GraphedDecode
 from operators.engine.cuda.late import LateFlags
 from operators.engine.interface import ABORTED, BROKEN, EndedRollout, PromptStart, Row, begun
-from operators.engine.pages import PAGE, PREFILL_TOKENS, Pages, Prefix, fitting, pages_for
+from operators.engine.pages import (
+    PAGE,
+    PREFILL_TOKENS,
+    Pages,
+    Prefix,
+    fitting,
+    most_new,
+    pages_for,
+)
 from operators.engine.rows import Parked, Rows, put, to_park
 from operators.engine.sampler import Sampling, likeliest
 from operators.engine.stop_strings import StopStrings
@@ -178,6 +186,7 @@ class Engine:
                 device=self.device,
                 slots=slots,
                 context_tokens=context_tokens,
+                new_tokens=most_new(context_tokens),
                 token_bytes=token_bytes,
                 captures=graphs,
             )

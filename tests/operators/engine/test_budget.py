@@ -45,6 +45,7 @@ def passes(
         device=torch.device("cpu"),
         slots=256,
         context_tokens=context,
+        new_tokens=most_new(context),
         token_bytes=token_bytes,
         **{"captures": True, **knobs},
     )
@@ -53,7 +54,7 @@ def passes(
 def of_model(weights: int, *, token_bytes: int, arriving: int | None = None) -> Budget:
     """A generator's in bfloat16 on an H100, as a version of the same size arrives."""
     engine = passes([], token_bytes=token_bytes)
-    memory = FakeMemory(H100, weights, PASS + engine.page_bytes(most_new(8192)), STEP)
+    memory = FakeMemory(H100, weights, PASS + engine.page_bytes(engine.new_tokens), STEP)
     return measured(engine, memory, arriving=weights if arriving is None else arriving)
 
 
@@ -106,7 +107,7 @@ def test_an_engine_takes_the_pages_that_its_budget_allows(
     rest = 10**6
 
     def budget(engine: EnginePasses) -> int:
-        pages = engine.page_bytes(most_new(engine.context_tokens))
+        pages = engine.page_bytes(engine.new_tokens)
         free = 7 * PAGE * own + rest
         whole = round(free / FILLED)
         memory = FakeMemory(whole, 0, pages + rest)
