@@ -220,6 +220,21 @@ def lay_out(prefixes: Sequence[Prefix], put: Callable[[AnyArray], torch.Tensor])
     return NewRow(new, put(tokens), put(positions), ends - 1)
 
 
+def copy_partial_pages(
+    cache: KVCache, new: Sequence[Prefix], put: Callable[[AnyArray], torch.Tensor]
+) -> None:
+    """Give each row of a new prefix its copy of the last page, where that is not full."""
+    pairs: list[tuple[int, int]] = []
+    for prefix in new:
+        last = len(prefix.tokens) // PAGE
+        if len(prefix.tokens) % PAGE:
+            pairs += [(prefix.tables[0][last], table[last]) for table in prefix.tables[1:]]
+    if pairs:
+        origin, target = put(np.array(pairs, np.int64).T)
+        for side in itertools.chain(*cache.layers):
+            side[target] = side[origin]
+
+
 NAME = "dataflow_slots"
 """Under which transformers knows `attend`."""
 
@@ -282,13 +297,14 @@ class AttentionLayout:
     """Positions to attend to: the largest of `positions` plus one."""
     table: torch.Tensor
     """Pages of each active row, int32 [n, W]."""
-    runs: torch.Tensor | None = None
-    """Where runs of neighbouring rows begin, and the end, int32 [r + 1]."""
-    shared: torch.Tensor | None = None
-    """How many of their first pages the rows of each run share, int32 [r]; those are full."""
+    runs: Callable[[], tuple[torch.Tensor, torch.Tensor]] | None = None
+    """Says, to a kernel that asks, where runs of neighbouring rows begin, and the end, int32 [r +
+    1], and how many of their first pages the rows of each share, int32 [r]; those are full."""
     new: NewTokens | None = None
     kernel: Kernel | None = None
     """What attends for the active rows; None: torch's operators."""
+    together: bool = False
+    """Whether rows may be tokens of one sequence, each of which attends to those before it."""
     masks: dict[int | None, torch.Tensor] = field(default_factory=dict)
     """By sliding window: 0 where a row attends and -inf elsewhere, float32 [n, 1, L]."""
 
@@ -346,6 +362,8 @@ def attend(
         write(slot_layout.new, values, v[:, active:])
     if active:
         step = slot_layout.kernel or decode
+        if slot_layout.together and slot_layout.kernel is not None:
+            write_newest(slot_layout, keys, values, k[:, :active], v[:, :active])
         now = (q[:, :active], k[:, :active], v[:, :active])
         parts.append(step(*now, keys, values, slot_layout, scale, sliding_window, softcap))
     if slot_layout.new is not None:
@@ -357,6 +375,20 @@ def attend(
 def write(new: NewTokens, pages: torch.Tensor, fresh: torch.Tensor) -> None:
     """Put the new keys (or values) [K, N - n, D] where they belong in pages [P, K, PAGE, D]."""
     pages[new.page, :, new.offset] = fresh.transpose(0, 1)[new.source]
+
+
+def write_newest(
+    layout: AttentionLayout,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+) -> None:
+    """Put the key and value [K, n, D] of each active row's newest token into its page."""
+    page = layout.table.gather(1, (layout.positions // PAGE)[:, None])[:, 0].long()
+    offset = layout.positions % PAGE
+    keys[page, :, offset] = key.transpose(0, 1)
+    values[page, :, offset] = value.transpose(0, 1)
 
 
 def decode(
@@ -374,11 +406,8 @@ def decode(
     to [n, H, D].
     """
     n, kv_heads = query.shape[1], key.shape[0]
+    write_newest(layout, keys, values, key, value)
     table = layout.table[:, : -(-layout.longest // PAGE)].long()
-    page = table.gather(1, (layout.positions // PAGE)[:, None])[:, 0]
-    offset = layout.positions % PAGE
-    keys[page, :, offset] = key.transpose(0, 1)
-    values[page, :, offset] = value.transpose(0, 1)
     length = table.shape[1] * PAGE
     past_keys = keys[table].transpose(1, 2).reshape(n, kv_heads, length, -1)
     scores = torch.matmul(

@@ -209,14 +209,13 @@ def _from_pages(
             AttentionLayout(cache, prompt[:0], 0, table[:0], new=fresh.layout),
         )
     ]
-    ends = put(np.array([0, 1], np.int32)), put(np.zeros(1, np.int32))
     for place in range(len(prompt), len(ids)):
         positions = put(np.array([place]))
         passes.append(
             (
                 ids[place : place + 1],
                 positions,
-                AttentionLayout(cache, positions, place + 1, table, *ends, kernel=kernel),
+                AttentionLayout(cache, positions, place + 1, table, kernel=kernel),
             )
         )
     first = torch.arange(1, len(prompt), device=ids.device)
@@ -248,6 +247,9 @@ def _from_pages(
 
 CONTEXT_TOKENS = 4096
 """Of a model that does not say how many it takes."""
+
+CAPTURE_S = 30.0
+"""Longest time for which steps are captured at the start; what is left is captured in the run."""
 
 
 @dataclass(frozen=True)
@@ -322,7 +324,23 @@ def build_native(
         tensors=None if intake is None else intake.tensors,
         on_adopt=None if intake is None else intake.adopted,
     )
+    engine.capture(_lasting(CAPTURE_S, context.clock, sliced))
     return BuiltEngine(engine, tokenizer, ends, native=engine)
+
+
+def _lasting(
+    limit_s: float, clock: Callable[[], float], sliced: Sliced | None
+) -> Callable[[], bool]:
+    """Whether this limit has not passed; of several ranks, on none."""
+    end = clock() + limit_s
+
+    def goes_on() -> bool:
+        late = torch.tensor([float(clock() >= end)])
+        if sliced is not None:
+            sliced.largest(late)
+        return not late.item()
+
+    return goes_on
 
 
 def sampling_of(declaration: GeneratorKnobs) -> Sampling:

@@ -7,6 +7,7 @@ Axes: n active rows, I new prefixes, V vocabulary, k rows that ended.
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
@@ -20,25 +21,23 @@ from operators.engine.attention import (
     Fused,
     Kernel,
     KVCache,
-    NewRow,
+    copy_partial_pages,
     default_budget,
     lay_out,
     page_count,
 )
 from operators.engine.cuda.available import drawing
-from operators.engine.cuda.graphs import GraphedDecode
+from operators.engine.cuda.graphs import AHEAD, CudaGraphs, GraphedDecode, Recorder, Repeats
 from operators.engine.cuda.late import LateFlags
 from operators.engine.interface import ABORTED, BROKEN, EndedRollout, PromptStart, Row, begun
 from operators.engine.pages import PAGE, Pages, Prefix, fitting, pages_for
 from operators.engine.rows import Parked, Rows, put, to_park
-from operators.engine.sampler import Sampling, likeliest
+from operators.engine.sampler import RowSampling, Sampling, kind_of, knob_columns, likeliest
 from operators.engine.stop_strings import StopStrings
 from operators.models.loading import trim_memory
 
 if TYPE_CHECKING:
     from torch import Tensor
-
-    from operators.engine.sampler import RowSampling
 
 # The likeliest tokens beside each that is drawn, for rollouts that ask for them.
 
@@ -77,7 +76,7 @@ class Alternatives:
         self,
         tickets: AnyArray,
         logits: Tensor,
-        sampling: Sampling | RowSampling,
+        sampling: RowSampling,
         seen: Tensor | None,
     ) -> None:
         """The newest draw of rows [n] with these tickets, from logits [n, V]."""
@@ -124,7 +123,7 @@ class Engine:
         cache_bytes: int | None = None,
         on_update: Literal["keep", "recompute"] = "keep",
         record_mask: bool = False,
-        graphs: bool | None = None,
+        graphs: bool | Recorder | None = None,
         lag: int | None = None,
         tensors: Mapping[str, torch.Tensor] | None = None,
         on_adopt: Callable[[], None] | None = None,
@@ -140,7 +139,7 @@ class Engine:
             on_update: keep the keys and values of unfinished rows when weights change, or recompute
                 them.
             record_mask: record which tokens truncation left, for every token drawn.
-            graphs: replay steps in which nothing starts; None: on a GPU. On the CPU only the way
+            graphs: replay steps, or what records them; None: on a GPU. On the CPU only the way
                 there is the same.
             lag: steps, 0 or 1, after which it is read which rows have ended; None: 1 on a GPU, else
                 0.
@@ -158,7 +157,7 @@ class Engine:
         self.token_bytes = token_bytes
         self.version = self.steps = self.drawn = self.looked = 0
         self.device = next(model.parameters()).device
-        self._stop, self._kernel, self.fused, self._on_adopt = stop, kernel, fused, on_adopt
+        self._stop, self._kernel, self._on_adopt = stop, kernel, on_adopt
         self._recomputes = on_update == "recompute"
         self._record_mask = record_mask
         self.vocabulary = int(model.get_output_embeddings().weight.shape[0])  # type: ignore[operator]
@@ -174,23 +173,31 @@ class Engine:
         self.pages = Pages(most)
         self.cache = KVCache(self.pages.count)
         cuda = self.device.type == "cuda"
-        graphs = cuda if graphs is None else graphs
-        self.rows = Rows(slots, context_tokens, self.device, fixed=graphs)
+        if isinstance(graphs, bool) or graphs is None:
+            recorder: Recorder | None = None
+            if graphs or (graphs is None and cuda):
+                recorder = CudaGraphs(self.device) if cuda else Repeats()
+        else:
+            recorder = graphs
+        self.fused = fused if recorder is None else None
+        ahead = None if recorder is None else AHEAD
+        self.rows = Rows(slots, context_tokens, self.device, ahead=ahead)
         self._draw = drawing(self.device)
         self._late = LateFlags(
             self.device, slots, 0 if record_mask else int(cuda) if lag is None else lag
         )
         self._early: list[EndedRollout] = []
         self.graphed: GraphedDecode | None = None
-        if graphs:
+        if recorder is not None:
             self.graphed = GraphedDecode(
-                lambda tokens, at, layout: self._call(tokens, at, 0, layout),
+                self._call,
                 self._draw,
                 self.rows,
                 self.cache,
                 kernel,
-                slots=slots,
-                device=self.device,
+                context_tokens=context_tokens,
+                vocabulary=self.vocabulary,
+                recorder=recorder,
             )
         self.parked = Parked()
         self.alternatives = Alternatives()
@@ -225,6 +232,14 @@ class Engine:
         return fitting(tokens, wanted, pages, idle=idle)
 
     @torch.inference_mode()
+    def capture(self, goes_on: Callable[[], bool]) -> None:
+        """Capture the steps that are replayed, where there are such, as long as `goes_on` says."""
+        if self.graphed is not None:
+            kind = kind_of(knob_columns([self.sampling]))
+            alone = not (kind.repetition_penalty or self._record_mask)
+            self.graphed.capture(kind if alone else None, goes_on)
+
+    @torch.inference_mode()
     def step(self, starts: Sequence[PromptStart] = ()) -> list[EndedRollout]:
         """Draw one token for every active row and the first token of every row that starts.
 
@@ -237,28 +252,18 @@ class Engine:
             self._begin(start, new, rows)
         if not active and not new:
             return self._ended()
-        if self.graphed is not None and not new and not self.alternatives and self._replayable():
-            tokens, logprobs = self.graphed(active, self.rows.sampling[0])
+        done: list[tuple[torch.Tensor, torch.Tensor]] = []
+        if self.graphed is None or self.graphed.replays.refused is not None:
+            logits: torch.Tensor | None = self._forward(new)
         else:
-            logits = self._forward(new)
-            if rows:
-                counts = [len(prefix.tables) for prefix in new]
-                tables = [list(table) for prefix in new for table in prefix.tables]
-                self.rows.add(rows, tables, np.repeat(np.arange(len(new)), counts))
-            seen_mask = self.rows.seen(self.vocabulary)
-            drawn = self._draw(
-                logits,
-                self.rows.sampled(),
-                *self.rows.draws(),
-                seen=seen_mask,
-                keep=self._record_mask,
-            )
-            if self._record_mask:
-                self.rows.note_masks(drawn.kept_tokens)
-            self.alternatives.note(
-                self.rows.ticket[: self.rows.n], logits, self.rows.sampled(), seen_mask
-            )
-            tokens, logprobs = drawn.tokens, drawn.logprobs
+            logits = self._replayed(self.graphed, new, done)
+        if rows:
+            counts = [len(prefix.tables) for prefix in new]
+            tables = [list(table) for prefix in new for table in prefix.tables]
+            self.rows.add(rows, tables, np.repeat(np.arange(len(new)), counts))
+        if logits is not None:
+            done.append(self._draw_rows(logits, active if done else 0))
+        tokens, logprobs = done[0] if len(done) == 1 else map(torch.cat, zip(*done, strict=True))
         self.drawn, self.looked = (
             self.drawn + self.rows.n,
             self.looked + int(self.rows.lengths.sum()),
@@ -272,13 +277,49 @@ class Engine:
         )
         return self._ended()
 
-    def _replayable(self) -> bool:
+    def _draw_rows(self, logits: torch.Tensor, first: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """The next tokens of the rows from `first` on and their log-probabilities, from their
+        logits [n, V].
+        """
+        rows, sampled = self.rows, self.rows.sampled(first)
+        seen = rows.seen(self.vocabulary, first)
+        drawn = self._draw(logits, sampled, *rows.draws(first), seen=seen, keep=self._record_mask)
+        if self._record_mask:
+            rows.note_masks(drawn.kept_tokens, first)
+        self.alternatives.note(rows.ticket[first : rows.n], logits, sampled, seen)
+        return drawn.tokens, drawn.logprobs
+
+    def _replayed(
+        self,
+        graphed: GraphedDecode,
+        new: Sequence[Prefix],
+        done: list[tuple[torch.Tensor, torch.Tensor]],
+    ) -> torch.Tensor | None:
+        """As `_forward`, where live rows replay a graph, and few new tokens with them; more are
+        computed beside it. To `done` the draws of the live rows, whose logits are left out then.
+        """
+        live = self.rows.n
+        within = new if sum(prefix.new for prefix in new) <= AHEAD else ()
+        parts: list[torch.Tensor] = []
+        if live and not within and self._draws_alone():
+            done.append(graphed.drawn(self.rows.kind))
+        elif live or within:
+            last = live - 1 + np.cumsum([prefix.new for prefix in within], dtype=np.int64)
+            count = self.rows.lay_ahead(within) if within else live
+            longest = max([self.rows.longest, *(len(prefix.tokens) for prefix in within)])
+            parts.append(graphed.logits(count, np.concatenate([np.arange(live), last]), longest))
+            copy_partial_pages(self.cache, within, self._put)
+        if len(within) < len(new):
+            parts.append(self._modular(new, live=False))
+        if not parts:
+            return None
+        logits = parts[0] if len(parts) == 1 else torch.cat(parts)
+        return self._for_rows(logits, np.arange(0 if done else live), new) if new else logits
+
+    def _draws_alone(self) -> bool:
         """Whether the draw of all live rows is a function of tensors that stay where they are."""
-        sampled = self.rows.sampled()
-        return (
-            isinstance(sampled, Sampling)
-            and sampled.repetition_penalty == 1.0
-            and not self._record_mask
+        return not (
+            self.rows.kind.repetition_penalty or self._record_mask or bool(self.alternatives)
         )
 
     def _ended(self) -> list[EndedRollout]:
@@ -429,15 +470,21 @@ class Engine:
             logits = self._modular(new)
         elif (distinct := self.rows.distinct()) is None:
             logits = self.fused(
-                self.rows.last, self.rows.positions, self.cache, self._layout(None), new
+                self.rows.last, self.rows.positions, self.cache, self._layout(), new
             )
         else:
             logits = self._of_distinct(self.fused, *distinct, new)
             computed, place = len(distinct[0]), distinct[1]
-        if not new and computed == n:
-            return logits
+        return logits if not new and computed == n else self._for_rows(logits, place, new)
+
+    def _for_rows(
+        self, logits: torch.Tensor, place: AnyArray, new: Sequence[Prefix]
+    ) -> torch.Tensor:
+        """Logits of each row: of live ones those at `place`, of the rows of new prefixes the last
+        ones.
+        """
         origin = np.repeat(np.arange(len(new)), [len(prefix.tables) for prefix in new])
-        return logits[self._put(np.concatenate([place, computed + origin]))]
+        return logits[self._put(np.concatenate([place, len(logits) - len(new) + origin]))]
 
     def _of_distinct(
         self, fused: Fused, first: AnyArray, place: AnyArray, new: Sequence[Prefix]
@@ -449,51 +496,42 @@ class Engine:
         tokens are computed once: four in five of a policy that is sure of its answers.
         """
         rows, at = self.rows, self._put(first)
-        runs, shared = rows.runs_of(first) if self._kernel is not None else (None, None)
         layout = AttentionLayout(
             self.cache,
             rows.positions[at],
             rows.longest,
             rows.table[at],
-            runs,
-            shared,
-            None,
-            self._kernel,
+            functools.partial(rows.runs_of, first),
+            kernel=self._kernel,
         )
         logits = fused(rows.last[at], layout.positions, self.cache, layout, new)
         copies = np.nonzero(first[place] != np.arange(rows.n))[0]
         self.cache.copy(*rows.written(first[place[copies]]), *rows.written(copies))
         return logits
 
-    def _modular(self, new: Sequence[Prefix]) -> torch.Tensor:
-        """Logits of every active row and of every new prefix, [n + I, V], by the model's own
-        forward pass.
+    def _modular(self, new: Sequence[Prefix], *, live: bool = True) -> torch.Tensor:
+        """Logits of every active row, unless they are not `live`, and of every new prefix, [n + I,
+        V], by the model's own forward pass.
         """
-        rows, n = self.rows, self.rows.n
-        fresh = lay_out(new, self._put) if new else None
-        layout = self._layout(fresh)
-        if fresh is None:
-            return self._call(rows.last, rows.positions, 0, layout)
-        tokens, places = (
-            torch.cat([rows.last, fresh.tokens]),
-            torch.cat([rows.positions, fresh.positions]),
-        )
-        return self._call(
-            tokens, places, self._put(np.concatenate([np.arange(n), n + fresh.last])), layout
-        )
+        layout = self._layout(live=live)
+        if not new:
+            return self._call(self.rows.last, layout.positions, 0, layout)
+        fresh, n = lay_out(new, self._put), len(layout.positions)
+        layout.new = fresh.layout
+        tokens = torch.cat([self.rows.last[:n], fresh.tokens])
+        places = torch.cat([layout.positions, fresh.positions])
+        kept = self._put(np.concatenate([np.arange(n), n + fresh.last]))
+        return self._call(tokens, places, kept, layout)
 
-    def _layout(self, fresh: NewRow | None) -> AttentionLayout:
-        rows = self.rows
-        runs, shared = rows.runs() if self._kernel is not None else (None, None)
+    def _layout(self, *, live: bool = True) -> AttentionLayout:
+        rows, n = self.rows, self.rows.n if live else 0
         return AttentionLayout(
             self.cache,
-            rows.positions,
+            rows.positions[:n],
             rows.longest,
-            rows.table,
-            runs,
-            shared,
-            None if fresh is None else fresh.layout,
-            self._kernel,
+            rows.table[:n],
+            rows.runs,
+            kernel=self._kernel,
         )
 
     def _call(

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -18,8 +19,15 @@ from dataflow.folder.partial_rollouts import PartialRollout
 from dataflow.records import AnyArray
 from dataflow.tokens.rollout_tokens import RolloutTokens, SamplingMask
 from operators.engine.interface import BROKEN, STOPPED, TOO_LONG, EndedRollout, Row
-from operators.engine.pages import PAGE, Pages, pages_for
-from operators.engine.sampler import RowSampling, Sampling
+from operators.engine.pages import PAGE, Pages, Prefix, pages_for
+from operators.engine.sampler import (
+    KNOBS,
+    DrawKind,
+    RowSampling,
+    Sampling,
+    kind_of,
+    knob_columns,
+)
 from operators.engine.stop_strings import StopStrings
 from operators.models.folders import ModelError
 
@@ -32,15 +40,32 @@ MOST_DISTINCT = 0.9
 _SLOT, _LENGTH, _START, _LIMIT, _SEED, _LAST = range(6)
 
 
+class FrontRows(NamedTuple):
+    """Some rows on the device, from the first on, at addresses that stay."""
+
+    last: torch.Tensor
+    """Newest tokens, int64 [n]."""
+    positions: torch.Tensor
+    """Where they stand, int64 [n]."""
+    table: torch.Tensor
+    """Pages, int32 [n, W]."""
+    seeds: torch.Tensor
+    drawn: torch.Tensor
+    """Tokens drawn, int64 [n]."""
+    knobs: torch.Tensor
+    """How the next one is drawn, float64 [KNOBS, n]."""
+
+
 class Rows:
     """State of up to S rows; `n` are live."""
 
     def __init__(
-        self, slots: int, context_tokens: int, device: torch.device, *, fixed: bool = False
+        self, slots: int, context_tokens: int, device: torch.device, *, ahead: int | None = None
     ) -> None:
         """No rows yet; tables grow up to `context_tokens` positions, or have that size from the
-        start if `fixed`.
+        start, and room for so many tokens `ahead`, where that is given.
         """
+        fixed, room = ahead is not None, slots + (ahead or 0)
         self.n = 0
         self.slots = slots
         self.device = device
@@ -48,8 +73,10 @@ class Rows:
         self._tokens_wide = (
             pages_for(context_tokens + 1) * PAGE if fixed else min(context_tokens, FIRST_TOKENS)
         )
-        self._columns = torch.zeros(6, slots, dtype=torch.int64, device=device)
+        self._columns = torch.zeros(6, room, dtype=torch.int64, device=device)
         self._host = np.zeros((6, slots), np.int64)
+        self._knobs = np.ones((len(KNOBS), slots))
+        self._knobs_there = torch.ones(len(KNOBS), slots, dtype=torch.float64, device=device)
         self.ticket = np.zeros(slots, np.int64)
         self.age = np.zeros(slots, np.int64)
         self.alike = np.zeros(slots, np.int64)
@@ -68,9 +95,10 @@ class Rows:
         self._versions = self._made(torch.int32)
         self._seen: torch.Tensor | None = None
         self._table = np.zeros((slots, pages_for(self._tokens_wide)), np.int32)
-        self._table_there = torch.zeros(self._table.shape, dtype=torch.int32, device=device)
+        wide = self._table.shape[1]
+        self._table_there = torch.zeros(room, wide, dtype=torch.int32, device=device)
         self._runs: tuple[torch.Tensor, torch.Tensor] | None = None
-        self._mixed: Sampling | RowSampling | None = None
+        self._sampled: RowSampling | None = None
 
     @property
     def lengths(self) -> AnyArray:
@@ -112,31 +140,38 @@ class Rows:
         """Pages of the live rows, int32 [n, W], on the device."""
         return self._table_there[: self.n]
 
-    def sampled(self) -> Sampling | RowSampling:
-        """How the next tokens are drawn: one for all where all rows agree."""
-        if self._mixed is None:
-            first = self.sampling[0]
-            alike = all(sampling is first or sampling == first for sampling in self.sampling)
-            self._mixed = first if alike else RowSampling.of(self.sampling, self.device)
-        return self._mixed
+    def sampled(self, first: int = 0) -> RowSampling:
+        """How the next tokens of the rows from `first` on are drawn."""
+        if first:
+            knobs = self._knobs_there[:, first : self.n]
+            return RowSampling.by(knobs, kind_of(self._knobs[:, first : self.n]))
+        if self._sampled is None:
+            self._sampled = RowSampling.by(
+                self._knobs_there[:, : self.n], kind_of(self._knobs[:, : self.n])
+            )
+        return self._sampled
 
-    def draws(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Seeds, and how many tokens each row has drawn, int64 [n] each."""
-        live = self._columns[:, : self.n]
+    @property
+    def kind(self) -> DrawKind:
+        """What the next tokens of all rows need of a draw."""
+        return self.sampled().kind
+
+    def draws(self, first: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+        """Seeds, and how many tokens each row from `first` on has drawn, int64 [n] each."""
+        live = self._columns[:, first : self.n]
         return live[_SEED], live[_LENGTH] - live[_START]
 
-    def seen(self, vocabulary: int) -> torch.Tensor | None:
-        """Which tokens each row has had, bool [n, V]; None where no row's sampling asks."""
-        sampled = self.sampled()
-        if isinstance(sampled, Sampling) and sampled.repetition_penalty == 1.0:
-            return None
-        if isinstance(sampled, RowSampling) and sampled.repetition_penalty is None:
+    def seen(self, vocabulary: int, first: int = 0) -> torch.Tensor | None:
+        """Which tokens each row from `first` on has had, bool [n, V]; None where no row's sampling
+        asks.
+        """
+        if not self.sampled(first).kind.repetition_penalty:
             return None
         if self._seen is None:
             self._seen = torch.zeros(self.slots, vocabulary, dtype=torch.bool, device=self.device)
             for row in range(self.n):
                 self._see(row, vocabulary)
-        return self._seen[self._columns[_SLOT, : self.n]]
+        return self._seen[self._columns[_SLOT, first : self.n]]
 
     def runs(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Where runs of rows with common full pages begin, and the end, int32 [r + 1]; how many
@@ -206,6 +241,8 @@ class Rows:
             dtype=np.int64,
         )
         self._columns[:, new] = self._put(self._host[:, new])
+        self._knobs[:, new] = knob_columns([row.sampling for row in rows])
+        self._knobs_there[:, new] = self._put(self._knobs[:, new])
         self.ticket[new] = [row.ticket for row in rows]
         self.age[new] = [row.age for row in rows]
         self.alike[new] = (
@@ -235,29 +272,44 @@ class Rows:
             for i in range(first, self.n):
                 self._see(i, self._seen.shape[1])
         self._table_there[new] = self._put(self._table[new])
-        self._runs = self._mixed = None
+        self._runs = self._sampled = None
 
-    def front(
-        self, count: int
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Of the first `count` rows: newest tokens, positions, page table [count, W], seeds, tokens
-        drawn.
-        """
+    def front(self, count: int) -> FrontRows:
+        """The first `count` rows, and tokens that stand ahead behind the live ones."""
         first = self._columns[:, :count]
         length = first[_LENGTH]
-        return (
+        return FrontRows(
             first[_LAST],
             length - 1,
             self._table_there[:count],
             first[_SEED],
             length - first[_START],
+            self._knobs_there[:, :count],
         )
 
-    def fill(self, count: int, page: int) -> None:
-        """Let the rows behind the live ones, up to `count`, stand at position 0 of `page`."""
-        self._columns[:, self.n : count] = 0
-        self._columns[_LENGTH, self.n : count] = 1
-        self._table_there[self.n : count] = page
+    def lay_ahead(self, prefixes: Sequence[Prefix]) -> int:
+        """Let the new tokens of these stand as rows behind the live ones; how many rows there are
+        then.
+        """
+        counts = [prefix.new for prefix in prefixes]
+        ahead = slice(self.n, self.n + sum(counts))
+        pages = np.zeros((len(prefixes), self._table.shape[1]), np.int32)
+        for i, prefix in enumerate(prefixes):
+            pages[i, : len(prefix.tables[0])] = prefix.tables[0]
+        lengths = [np.arange(prefix.begin, len(prefix.tokens)) + 1 for prefix in prefixes]
+        tokens = [prefix.tokens[prefix.begin :] for prefix in prefixes]
+        columns = self._put(np.stack([np.concatenate(lengths), np.concatenate(tokens)]))
+        self._columns[_LENGTH, ahead], self._columns[_LAST, ahead] = columns
+        self._table_there[ahead] = self._put(np.repeat(pages, counts, axis=0))
+        return ahead.stop
+
+    def fill(self, begin: int, end: int, page: int) -> None:
+        """Let the rows from `begin` to before `end`, which are not live, stand at position 0 of
+        `page`.
+        """
+        self._columns[:, begin:end] = 0
+        self._columns[_LENGTH, begin:end] = 1
+        self._table_there[begin:end] = page
 
     def give_page(self, row: int, page: int) -> None:
         """Append a page to a row; `place_pages` copies that to the device."""
@@ -287,16 +339,18 @@ class Rows:
         live[_LENGTH] += 1
         self._host[_LENGTH, : self.n] += 1
 
-    def note_masks(self, left_mask: torch.Tensor | None) -> None:
-        """Note which tokens truncation left in the newest draw, bool [n, V]; None: all of them."""
+    def note_masks(self, left_mask: torch.Tensor | None, first: int = 0) -> None:
+        """Note which tokens truncation left in the newest draw of the rows from `first` on, bool
+        [n, V]; None: all of them.
+        """
         none: AnyArray = np.zeros(0, np.int32)
-        row_masks = [none] * self.n
+        row_masks = [none] * (self.n - first)
         if left_mask is not None:
             counts = left_mask.sum(-1).cpu().numpy()
             ids = left_mask.nonzero()[:, 1].int().cpu().numpy()
             parts = np.split(ids, np.cumsum(counts)[:-1])
             row_masks = [none if len(part) == left_mask.shape[1] else part for part in parts]
-        for masks, mask in zip(self.masks, row_masks, strict=True):
+        for masks, mask in zip(self.masks[first:], row_masks, strict=True):
             if masks is not None:
                 masks.append(mask)
 
@@ -447,13 +501,15 @@ class Rows:
             setattr(self, name, [column[row] for row in keep.tolist()])
         keep_on_device = self._put(keep)
         self._columns[:, :count] = self._columns[:, keep_on_device]
+        self._knobs_there[:, :count] = self._knobs_there[:, keep_on_device]
         self._table_there[:count] = self._table_there[keep_on_device]
         self._host[:, :count] = self._host[:, keep]
+        self._knobs[:, :count] = self._knobs[:, keep]
         self._table[:count] = self._table[keep]
         for by_row in (self.ticket, self.age, self.alike, self._held):
             by_row[:count] = by_row[keep]
         self.n = count
-        self._runs = self._mixed = None
+        self._runs = self._sampled = None
         return pages
 
     def _see(self, row: int, vocabulary: int) -> None:

@@ -117,7 +117,8 @@ def test_a_draw_reports_the_logprob_of_its_token_and_the_tokens_that_were_left(
     wanted = distribution.gather(1, drawn.tokens[:, None])[:, 0]
     torch.testing.assert_close(drawn.logprobs, wanted, atol=1e-6, rtol=0)
     assert float(drawn.logprobs.max()) <= 0
-    assert (drawn.kept_tokens is not None) == sampling.truncates
+    kind = RowSampling.of([sampling], "cpu").kind
+    assert (drawn.kept_tokens is not None) == (kind.greedy or kind.leaves_out)
     if drawn.kept_tokens is not None:
         assert torch.equal(drawn.kept_tokens, distribution > -torch.inf)
     assert draw(logits, sampling, seeds, counts, seen=seen).kept_tokens is None
