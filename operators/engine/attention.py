@@ -11,6 +11,7 @@ key/value heads, D width of a head.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 import mmap
@@ -201,21 +202,21 @@ def lay_out(prefixes: Sequence[Prefix], put: Callable[[AnyArray], torch.Tensor])
                 source.append(first + tail - begin)
                 page.append(np.full(len(tail), table[whole // PAGE], np.int64))
     sources = np.concatenate(source)
+    before = np.array([prefix.cached * PAGE for prefix in prefixes])
+    tables: list[torch.Tensor] = []
+    if before.any():
+        tables = [put(np.asarray(prefix.tables[0], np.int64)) for prefix in prefixes]
     new = NewTokens(
         padded=put(padded),
         packed=put(packed),
         source=put(sources),
         page=put(np.concatenate(page)),
         offset=put(positions[sources] % PAGE),
+        counts=counts,
+        before=before,
+        tables=tables,
+        put=put,
     )
-    if any(prefix.cached for prefix in prefixes):
-        pages: AnyArray = np.zeros(
-            (len(prefixes), max(len(prefix.tables[0]) for prefix in prefixes)), np.int64
-        )
-        for i, prefix in enumerate(prefixes):
-            pages[i, : len(prefix.tables[0])] = prefix.tables[0]
-        new.before = put(np.array([prefix.cached * PAGE for prefix in prefixes]))
-        new.table = put(pages)
     tokens = np.concatenate([prefix.tokens[prefix.cached * PAGE :] for prefix in prefixes])
     return NewRow(new, put(tokens), put(positions), ends - 1)
 
@@ -278,10 +279,34 @@ class NewTokens:
     """The page it goes to, [w]."""
     offset: torch.Tensor
     """Its place in the page, [w]."""
-    before: torch.Tensor | None = None
-    """Positions of each prefix that were there already, [I]; None: none of any."""
-    table: torch.Tensor | None = None
-    """With `before`: pages of each prefix, int64 [I, W]."""
+    counts: AnyArray
+    """New tokens of each prefix, [I]."""
+    before: AnyArray
+    """Positions of each prefix that were there already, [I]."""
+    tables: list[torch.Tensor]
+    """Pages of each prefix, int64; none where nothing was there already."""
+    put: Callable[[AnyArray], torch.Tensor]
+
+    @functools.cached_property
+    def ends(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Where the queries, and where the keys, of each prefix begin among those of all, and the
+        end, int32 [I + 1].
+        """
+        counts = np.stack([self.counts, self.counts + self.before])
+        ends = np.pad(counts.cumsum(axis=1), ((0, 0), (1, 0)))
+        queries, keys = self.put(ends.astype(np.int32))
+        return queries, keys
+
+    @functools.cached_property
+    def places(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Page and place of the keys of all prefixes, one prefix after the other, int64."""
+        lengths = (self.counts + self.before).tolist()
+        at = self.put(np.concatenate([np.arange(length) for length in lengths]))
+        pairs = zip(self.tables, lengths, strict=True)
+        pages = [
+            table[: pages_for(length)].repeat_interleave(PAGE)[:length] for table, length in pairs
+        ]
+        return torch.cat(pages), at % PAGE
 
 
 @dataclass(eq=False)
@@ -435,25 +460,78 @@ def prefill(
     softcap: float | None,
 ) -> torch.Tensor:
     """Causal attention of the new tokens to their prefix and to each other: [N - n, H, D]."""
-    q = query[:, new.padded].transpose(0, 1)
-    if new.before is None or new.table is None:
-        mixed = _causal(
-            q,
-            key[:, new.padded].transpose(0, 1),
-            value[:, new.padded].transpose(0, 1),
-            scale,
-            window,
-            softcap,
+    if serves_ragged(query, softcap):
+        k, v = key.transpose(0, 1), value.transpose(0, 1)
+        if new.tables:
+            page, place = new.places
+            k, v = keys[page, :, place], values[page, :, place]
+        return ragged(query.transpose(0, 1), k, v, new, scale, window)
+    if not new.tables:
+        q, k, v = (side[:, new.padded].transpose(0, 1) for side in (query, key, value))
+        mixed = _causal(q, k, v, scale, window, softcap)
+        return mixed.transpose(1, 2).flatten(0, 1)[new.packed]
+    parts, first = [], 0
+    for table, count, before in zip(
+        new.tables, new.counts.tolist(), new.before.tolist(), strict=True
+    ):
+        q, length = query[None, :, first : first + count], before + count
+        first += count
+        pages = table[: pages_for(length)]
+        k, v = (
+            side[pages].transpose(0, 1).flatten(1, 2)[None, :, :length] for side in (keys, values)
         )
-    else:
-        k, v = (pages[new.table].transpose(1, 2).flatten(2, 3) for pages in (keys, values))
-        place = new.before[:, None, None] + torch.arange(q.shape[2], device=q.device)[:, None]
-        at = torch.arange(k.shape[2], device=q.device)
-        sees = at <= place
+        at = torch.arange(length, device=q.device)
+        sees = at <= at[before:, None]
         if window is not None:
-            sees = sees & (at > place - window)
-        mixed = _masked(q, k, v, sees[:, None], scale, softcap)
-    return mixed.transpose(1, 2).flatten(0, 1)[new.packed]
+            sees = sees & (at > at[before:, None] - window)
+        parts.append(_masked(q, k, v, sees, scale, softcap)[0].transpose(0, 1))
+    return torch.cat(parts)
+
+
+def serves_ragged(query: torch.Tensor, softcap: float | None) -> bool:
+    """Whether torch's kernel for sequences of unlike lengths takes these queries [H, M, D]."""
+    return (
+        query.is_cuda
+        and query.dtype in (torch.bfloat16, torch.float16)
+        and softcap is None
+        and query.shape[-1] <= MOST_WIDE
+        and query.shape[-1] % 8 == 0
+        and torch.cuda.get_device_capability(query.device) >= (8, 0)
+    )
+
+
+MOST_WIDE = 256
+"""Width of a head that torch's kernel for sequences of unlike lengths takes."""
+
+
+def ragged(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    new: NewTokens,
+    scale: float,
+    window: int | None,
+) -> torch.Tensor:
+    """Causal attention of new tokens [M, H, D] to the keys and values [T, K, D] of their prefixes,
+    end to end, without a mask and without padding.
+    """
+    from torch.nn.attention.varlen import varlen_attn
+
+    queries, keys = new.ends
+    mixed = varlen_attn(
+        query,
+        key,
+        value,
+        queries,
+        keys,
+        int(new.counts.max()),
+        int((new.counts + new.before).max()),
+        scale=scale,
+        window_size=(-1 if window is None else window - 1, 0),
+        enable_gqa=query.shape[1] != key.shape[1],
+    )
+    assert isinstance(mixed, torch.Tensor)
+    return mixed
 
 
 def _causal(

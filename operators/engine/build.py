@@ -22,7 +22,7 @@ from operators.engine.decode import Engine
 from operators.engine.interface import DecodingEngine
 from operators.engine.native import attention as native
 from operators.engine.native.fused import FusedStep, supports
-from operators.engine.pages import Prefix, pages_for
+from operators.engine.pages import PAGE, Prefix, pages_for
 from operators.engine.precision import Sliced, cast, quantise, unrounded
 from operators.engine.precision.intake import Intake
 from operators.engine.sampler import Sampling
@@ -190,8 +190,9 @@ def _differences(outputs: Sequence[torch.Tensor], expected: Sequence[torch.Tenso
 def _from_pages(
     model: torch.nn.Module, ids: torch.Tensor, kernel: Kernel | None, sizes: list[int]
 ) -> torch.Tensor:
-    """Logits [tokens - 1, V] of the sequence from its second token on, its beginning in one pass
-    and the rest from pages; to `sizes`, the bytes of a position.
+    """Logits [tokens - 1, V] of the sequence from its second token on: its first page in one pass,
+    its beginning behind that in another, and the rest token by token; to `sizes`, the bytes of a
+    position.
     """
     pages = list(range(pages_for(len(ids))))
     cache = KVCache(len(pages))
@@ -201,14 +202,12 @@ def _from_pages(
 
     table = put(np.array([pages], np.int32))
     prompt = ids[: max(1, len(ids) - DECODED)]
-    fresh = lay_out([Prefix(tokens=prompt.cpu().numpy(), cached=0, tables=[pages])], put)
-    passes = [
-        (
-            prompt,
-            fresh.positions,
-            AttentionLayout(cache, prompt[:0], 0, table[:0], new=fresh.layout),
-        )
-    ]
+    whole = Prefix(tokens=prompt.cpu().numpy(), cached=0, tables=[pages])
+    passes = []
+    for part in filter(None, whole.cut(PAGE)):
+        fresh = lay_out([part], put)
+        layout = AttentionLayout(cache, prompt[:0], 0, table[:0], new=fresh.layout)
+        passes.append((fresh.tokens, fresh.positions, layout))
     for place in range(len(prompt), len(ids)):
         positions = put(np.array([place]))
         passes.append(
@@ -218,7 +217,7 @@ def _from_pages(
                 AttentionLayout(cache, positions, place + 1, table, kernel=kernel),
             )
         )
-    first = torch.arange(1, len(prompt), device=ids.device)
+    first = torch.arange(1, len(passes[0][0]), device=ids.device)
     keeps: list[torch.Tensor | int] = [first, *[0] * (len(passes) - 1)]
     logits = [
         model(
@@ -319,8 +318,10 @@ def build_native(
         fused=tested.fused if declaration.weights in ("model", "bfloat16") else None,
         token_bytes=tested.token_bytes,
         cache_bytes=declaration.cache_bytes,
+        prefill_tokens=declaration.prefill_tokens,
         on_update=declaration.on_update,
         record_mask=declaration.records_mask,
+        is_checked=sliced is not None,
         tensors=None if intake is None else intake.tensors,
         on_adopt=None if intake is None else intake.adopted,
     )

@@ -9,13 +9,14 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import torch
 
 from dataflow.folder.partial_rollouts import PartialRollout
 from dataflow.records import AnyArray
+from operators.engine.alternatives import Alternatives
 from operators.engine.attention import (
     AttentionLayout,
     Fused,
@@ -30,74 +31,24 @@ from operators.engine.cuda.available import drawing
 from operators.engine.cuda.graphs import AHEAD, CudaGraphs, GraphedDecode, Recorder, Repeats
 from operators.engine.cuda.late import LateFlags
 from operators.engine.interface import ABORTED, BROKEN, EndedRollout, PromptStart, Row, begun
-from operators.engine.pages import PAGE, Pages, Prefix, fitting, pages_for
-from operators.engine.rows import Parked, Rows, put, to_park
-from operators.engine.sampler import RowSampling, Sampling, kind_of, knob_columns, likeliest
+from operators.engine.pages import PAGE, Pages, Prefix, fitting
+from operators.engine.parking import Parked, new_tokens_of, to_park
+from operators.engine.rows import Rows, put
+from operators.engine.sampler import Sampling, kind_of, knob_columns
 from operators.engine.stop_strings import StopStrings
 from operators.models.loading import trim_memory
 
 if TYPE_CHECKING:
-    from torch import Tensor
+    pass
 
-# The likeliest tokens beside each that is drawn, for rollouts that ask for them.
+PREFILL_TOKENS = 2048
+"""Most tokens of prefixes that are computed in one step; what is longer takes several."""
 
-Likeliest: TypeAlias = "list[tuple[int, float]]"
-"""Ids and log-probabilities under the distribution that was drawn from, the likeliest first; none
-of probability 0."""
+MIX = 0x9E3779B97F4A7C15 - (1 << 64)
+"""By which a checksum is multiplied, so that it depends on the order of what is added."""
 
-
-class Alternatives:
-    """By ticket, what might have been drawn at each token of its completion."""
-
-    def __init__(self) -> None:
-        """Begin with none asked for."""
-        self._asked: dict[int, int] = {}
-        self._found: dict[int, list[Likeliest]] = {}
-
-    def __bool__(self) -> bool:
-        """Whether any rollout asks."""
-        return bool(self._asked)
-
-    def ask(self, tickets: Sequence[int], count: int) -> None:
-        """Note so many at each token of these rollouts from now on."""
-        for ticket in tickets if count else ():
-            self._asked[ticket], self._found[ticket] = count, []
-
-    def of(self, ticket: int) -> list[Likeliest]:
-        """What was noted so far; maybe one more than the rollout has tokens."""
-        return self._found.get(ticket, [])
-
-    def take(self, ticket: int) -> list[Likeliest]:
-        """The same, and forget the rollout."""
-        self._asked.pop(ticket, None)
-        return self._found.pop(ticket, [])
-
-    def note(
-        self,
-        tickets: AnyArray,
-        logits: Tensor,
-        sampling: RowSampling,
-        seen: Tensor | None,
-    ) -> None:
-        """The newest draw of rows [n] with these tickets, from logits [n, V]."""
-        at = np.flatnonzero(np.isin(tickets, list(self._asked))) if self._asked else ()
-        if not len(at):
-            return
-        most = max(self._asked[ticket] for ticket in tickets[at].tolist())
-        ids, logprobs = (
-            tensor.cpu().numpy()[at] for tensor in likeliest(logits, sampling, most, seen=seen)
-        )
-        for ticket, tokens, values in zip(
-            tickets[at].tolist(), ids.tolist(), logprobs.tolist(), strict=True
-        ):
-            pairs = zip(tokens, values, strict=True)
-            self._found[ticket].append(
-                [pair for pair in pairs if pair[1] > -np.inf][: self._asked[ticket]]
-            )
-
-
-PREFILL_TOKENS = 4096
-"""Most tokens whose keys and values are computed anew in one step (one prefix may have more)."""
+CHECK_STEPS = 64
+"""Steps after which a checksum of the tokens of all of them comes from the device."""
 
 MOST_STOPS = 64
 """Sets of stop strings that are looked for at once before those that no live row has are let go."""
@@ -121,10 +72,12 @@ class Engine:
         fused: Fused | None = None,
         token_bytes: int = 0,
         cache_bytes: int | None = None,
+        prefill_tokens: int = PREFILL_TOKENS,
         on_update: Literal["keep", "recompute"] = "keep",
         record_mask: bool = False,
         graphs: bool | Recorder | None = None,
         lag: int | None = None,
+        is_checked: bool = False,
         tensors: Mapping[str, torch.Tensor] | None = None,
         on_adopt: Callable[[], None] | None = None,
     ) -> None:
@@ -136,6 +89,7 @@ class Engine:
             fused: what `build.adapt` found to compute the whole model; None to call the model.
             token_bytes: bytes of keys and values that one position takes in all layers.
             cache_bytes: budget of the KV-cache; None: a share of the memory that is free now.
+            prefill_tokens: most tokens of prefixes that are computed in one step, at least PAGE.
             on_update: keep the keys and values of unfinished rows when weights change, or recompute
                 them.
             record_mask: record which tokens truncation left, for every token drawn.
@@ -143,6 +97,7 @@ class Engine:
                 there is the same.
             lag: steps, 0 or 1, after which it is read which rows have ended; None: 1 on a GPU, else
                 0.
+            is_checked: keep `checksum`.
             tensors: what the weight plane writes into; None: the model's parameters.
             on_adopt: called when new weights are in `tensors`, to bring them into the model.
 
@@ -155,7 +110,7 @@ class Engine:
         self.sampling = sampling
         self.tensors = dict(model.named_parameters()) if tensors is None else dict(tensors)
         self.token_bytes = token_bytes
-        self.version = self.steps = self.drawn = self.looked = 0
+        self.version = self.steps = self.drawn = self.looked = self.prefilled = 0
         self.device = next(model.parameters()).device
         self._stop, self._kernel, self._on_adopt = stop, kernel, on_adopt
         self._recomputes = on_update == "recompute"
@@ -187,6 +142,8 @@ class Engine:
             self.device, slots, 0 if record_mask else int(cuda) if lag is None else lag
         )
         self._early: list[EndedRollout] = []
+        self._checksum = torch.zeros((), dtype=torch.int64, device=self.device)
+        self._places = torch.arange(1, slots + 1 if is_checked else 1, device=self.device)
         self.graphed: GraphedDecode | None = None
         if recorder is not None:
             self.graphed = GraphedDecode(
@@ -199,26 +156,41 @@ class Engine:
                 vocabulary=self.vocabulary,
                 recorder=recorder,
             )
-        self.parked = Parked()
+        self.parked = Parked(
+            self.rows, self.pages, most=prefill_tokens, copies=self.fused is not None
+        )
         self.alternatives = Alternatives()
         self._born = 0
 
     @property
     def live(self) -> int:
         """Rollouts that have started and not ended."""
-        return self.rows.n + len(self.parked) + len(self._early)
+        return self.rows.n + self.waiting + len(self._early)
 
     @property
     def waiting(self) -> int:
-        """Those of them that are parked until pages come free."""
+        """Those of them that are parked until pages come free, or whose prompt is being
+        computed.
+        """
         return len(self.parked)
 
     @property
     def free(self) -> int:
-        """Rollouts that may start now, as far as slots go; none while earlier ones wait for
-        pages.
-        """
+        """Rollouts that may start now, as far as slots go; none while earlier ones wait."""
         return 0 if self.parked else self.slots - self.rows.n
+
+    @property
+    def counts(self) -> dict[str, int]:
+        """Tokens of prefixes that were computed, and steps that were replayed."""
+        replayed = 0 if self.graphed is None else self.graphed.replays.replayed
+        return {"prefilled": self.prefilled, "replayed_steps": replayed}
+
+    @property
+    def checksum(self) -> int:
+        """Of the tokens that live rows had in the steps up to the last CHECK_STEPS-th whose flags
+        have come, where it is kept.
+        """
+        return self._late.checksum
 
     @property
     def spare_pages(self) -> int:
@@ -241,27 +213,33 @@ class Engine:
 
     @torch.inference_mode()
     def step(self, starts: Sequence[PromptStart] = ()) -> list[EndedRollout]:
-        """Draw one token for every active row and the first token of every row that starts.
+        """Draw one token for every active row and every row whose prompt has been computed.
 
         Rows of `starts` must fit (see `free` and `fitting`). Returns the rows that ended.
         """
         self._grow()
         active = self.rows.n
-        new, rows = self._resume() if self.parked else ([], [])
-        for start in starts:
-            self._begin(start, new, rows)
+        groups, later = self._begun(starts)
+        new, rows, is_pure = self.parked.parts(groups)
+        self.parked.add(later)
+        self.prefilled += sum(prefix.new for prefix in new)
         if not active and not new:
             return self._ended()
+        if len(self._places) and active:
+            self._checksum.mul_(MIX).add_((self.rows.last * self._places[:active]).sum())
         done: list[tuple[torch.Tensor, torch.Tensor]] = []
         if self.graphed is None or self.graphed.replays.refused is not None:
             logits: torch.Tensor | None = self._forward(new)
         else:
             logits = self._replayed(self.graphed, new, done)
+        self.parked.computed()
         if rows:
-            counts = [len(prefix.tables) for prefix in new]
-            tables = [list(table) for prefix in new for table in prefix.tables]
-            self.rows.add(rows, tables, np.repeat(np.arange(len(new)), counts))
-        if logits is not None:
+            counts = [prefix.rows for prefix in new]
+            tables = [list(table) for prefix in new if prefix.rows for table in prefix.tables]
+            self.rows.add(rows, tables, np.repeat(np.arange(len(new)), counts), is_pure)
+        if not self.rows.n:
+            return self._ended()
+        if logits is not None and len(logits):
             done.append(self._draw_rows(logits, active if done else 0))
         tokens, logprobs = done[0] if len(done) == 1 else map(torch.cat, zip(*done, strict=True))
         self.drawn, self.looked = (
@@ -272,8 +250,11 @@ class Engine:
         if self.fused is not None:
             self.rows.tell_apart(tokens.numpy())
         self.steps += 1
+        is_due = len(self._places) and self.steps % CHECK_STEPS == 0
         self._late.push(
-            self.rows.ticket[: self.rows.n], self._checked[tokens] | ~logprobs.isfinite()
+            self.rows.ticket[: self.rows.n],
+            self._checked[tokens] | ~logprobs.isfinite(),
+            self._checksum if is_due else None,
         )
         return self._ended()
 
@@ -368,7 +349,7 @@ class Engine:
         """By ticket, what live rollouts have drawn beyond their first `since(ticket)` tokens, if
         `least` or more.
         """
-        return self.parked.new_tokens(since, least) + self.rows.new_tokens(
+        return new_tokens_of(self.parked, since, least) + self.rows.new_tokens(
             self._late.lag, since, least
         )
 
@@ -384,6 +365,8 @@ class Engine:
             trim_memory()
         self.version = version
         self.pages.forget()
+        self.rows.is_pure[:] = False
+        self.parked.outdate()
         if self._recomputes:
             self.park_all()
 
@@ -392,12 +375,13 @@ class Engine:
         computed again.
         """
         self._settle()
+        self.parked.unfill()
         self._park(np.arange(self.rows.n))
 
     @torch.inference_mode()
     def close(self) -> None:
         """Give up all rows."""
-        self.parked = Parked()
+        self.parked.take_out({row.ticket for row in self.parked})
         self._release(np.arange(self.rows.n))
 
     def _grow(self) -> None:
@@ -410,57 +394,31 @@ class Engine:
             short = len(needy) - self.pages.available
             if short <= 0:
                 break
-            before = rows.n
+            before = rows.n, self.pages.available
             self._settle()
-            if rows.n == before:
+            self.parked.unfill()
+            if (rows.n, self.pages.available) == before:
                 self._park(to_park(rows, self.pages, short))
         if len(needy):
             for row, page in zip(needy.tolist(), self.pages.take(len(needy)), strict=True):
                 rows.give_page(row, page)
             rows.place_pages(needy)
 
-    def _resume(self) -> tuple[list[Prefix], list[Row]]:
-        """Parked rows that go on in this step: their prefixes, themselves."""
-        new: list[Prefix] = []
-        rows: list[Row] = []
-        tokens = 0
-        for row in self.parked.due(self.rows, self.pages):
-            new.append(self._prefix(row.tokens.ids.astype(np.int64), 1))
-            rows.append(row)
-            tokens += new[-1].new
-            if tokens >= PREFILL_TOKENS:
-                break
-        return new, rows
-
-    def _begin(self, start: PromptStart, new: list[Prefix], rows: list[Row]) -> None:
-        """Add a prompt's rollouts to the step; rollouts with tokens of earlier draws join the next
-        step, as parked rows do.
+    def _begun(self, starts: Sequence[PromptStart]) -> tuple[list[list[Row]], list[Row]]:
+        """The rollouts of some prompts, those of each together; and those with tokens of earlier
+        draws, which begin in the next step, as parked rows do.
         """
-        self._watch(start.stop)
-        self.alternatives.ask(start.tickets, start.alternatives)
-        every = begun(start, self._born, self.sampling, self._stop, masks=self._record_mask)
-        self._born += len(every)
-        fresh = [row for row in every if len(row.tokens) == row.start]
-        if len(fresh) < len(every):
-            self.parked.add(row for row in every if len(row.tokens) > row.start)
-        if fresh:
-            new.append(self._prefix(np.asarray(start.prompt, np.int64), len(fresh)))
-            rows += fresh
-
-    def _prefix(self, tokens: AnyArray, rows: int) -> Prefix:
-        """Pages for the rows that begin with these tokens: known ones, shared new ones, each row's
-        own.
-        """
-        cached = self.pages.find(tokens)
-        whole = len(tokens) // PAGE
-        self.pages.share(cached)
-        near, alike = (-1, 0) if self.fused is None else self.pages.near(tokens, len(cached))
-        common = cached + self.pages.take(whole - len(cached))
-        self.pages.share(common, rows - 1)
-        self.pages.remember(tokens, common)
-        own = pages_for(len(tokens)) - whole
-        tables = [common + self.pages.take(own) for _ in range(rows)]
-        return Prefix(tokens=tokens, cached=len(cached), tables=tables, near=near, alike=alike)
+        groups: list[list[Row]] = []
+        later: list[Row] = []
+        for start in starts:
+            self._watch(start.stop)
+            self.alternatives.ask(start.tickets, start.alternatives)
+            every = begun(start, self._born, self.sampling, self._stop, masks=self._record_mask)
+            self._born += len(every)
+            fresh = [row for row in every if len(row.tokens) == row.start]
+            later += [row for row in every if len(row.tokens) > row.start]
+            groups += [fresh] if fresh else []
+        return groups, later
 
     def _forward(self, new: Sequence[Prefix]) -> torch.Tensor:
         """Logits of every active row and, once for each of its rows, of every new prefix."""
@@ -483,7 +441,7 @@ class Engine:
         """Logits of each row: of live ones those at `place`, of the rows of new prefixes the last
         ones.
         """
-        origin = np.repeat(np.arange(len(new)), [len(prefix.tables) for prefix in new])
+        origin = np.repeat(np.arange(len(new)), [prefix.rows for prefix in new])
         return logits[self._put(np.concatenate([place, len(logits) - len(new) + origin]))]
 
     def _of_distinct(
@@ -565,6 +523,9 @@ class Engine:
         ]
         if broken:
             self._burn(broken)
+        for row, ending in zip(rows.tolist(), finished, strict=True):
+            if self.rows.goes_on[row] and self.rows.is_pure[row] and not broken:
+                self.pages.remember(ending.tokens.ids[:-1], self.rows.pages[row], tail=True)
         self.drawn -= behind * len(rows)
         self._release(rows)
         return finished

@@ -1,5 +1,5 @@
-"""The live rows of the batch: what each is at, column by column, what each has drawn, slot by
-slot, and those that go on later.
+"""The live rows of the batch: what each is at, column by column, and what each has drawn, slot by
+slot.
 
 Columns stand in row order (0 .. n-1), which is kept when rows leave, so that the rows of a group
 stay neighbours. Tables stand by slot, and a row keeps its slot. Axes: S slots, n live rows, T
@@ -9,7 +9,7 @@ positions, W pages of a row.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -19,7 +19,7 @@ from dataflow.folder.partial_rollouts import PartialRollout
 from dataflow.records import AnyArray
 from dataflow.tokens.rollout_tokens import RolloutTokens, SamplingMask
 from operators.engine.interface import BROKEN, STOPPED, TOO_LONG, EndedRollout, Row
-from operators.engine.pages import PAGE, Pages, Prefix, pages_for
+from operators.engine.pages import PAGE, Prefix, pages_for
 from operators.engine.sampler import (
     KNOBS,
     DrawKind,
@@ -29,7 +29,6 @@ from operators.engine.sampler import (
     knob_columns,
 )
 from operators.engine.stop_strings import StopStrings
-from operators.models.folders import ModelError
 
 FIRST_TOKENS = 32
 """Positions per slot that the tables begin with."""
@@ -84,6 +83,10 @@ class Rows:
         same."""
         self.pages: list[list[int]] = []
         self._held = np.zeros(slots, np.int64)
+        self.goes_on = np.zeros(slots, bool)
+        """By row, as of `PromptStart`."""
+        self.is_pure = np.zeros(slots, bool)
+        """By row, whether all its keys and values are of the weights that the model has now."""
         self.sampling: list[Sampling] = []
         self.stop: list[StopStrings | None] = []
         self.masks: list[list[AnyArray] | None] = []
@@ -219,7 +222,11 @@ class Rows:
         return self._put(pages), self._put(at % PAGE)
 
     def add(
-        self, rows: Sequence[Row], pages: Sequence[list[int]], alike: AnyArray | None = None
+        self,
+        rows: Sequence[Row],
+        pages: Sequence[list[int]],
+        alike: AnyArray | None = None,
+        is_pure: bool | AnyArray = True,
     ) -> None:
         """Put rows at the end of the batch: their tokens so far, their pages; alike, int64 [rows]:
         those with equal numbers have the same tokens, keys and values; None: no two have.
@@ -245,6 +252,7 @@ class Rows:
         self._knobs_there[:, new] = self._put(self._knobs[:, new])
         self.ticket[new] = [row.ticket for row in rows]
         self.age[new] = [row.age for row in rows]
+        self.is_pure[new] = is_pure
         self.alike[new] = (
             self.alike[:first].max(initial=-1) + 1 + (np.arange(count) if alike is None else alike)
         )
@@ -263,6 +271,7 @@ class Rows:
             self.pages.append(pages[i])
             self._table[first + i, : len(pages[i])] = pages[i]
             self._held[first + i] = len(pages[i])
+            self.goes_on[first + i] = row.goes_on
             self.sampling.append(row.sampling)
             self.stop.append(row.stop)
             mask = row.tokens.sampling_mask
@@ -389,6 +398,7 @@ class Rows:
                 seed=int(self._host[_SEED, row]),
                 sampling=self.sampling[row],
                 stop=self.stop[row],
+                goes_on=bool(self.goes_on[row]),
             )
             for row, tokens in zip(
                 rows.tolist(), self.rollouts(rows, self.drawn(rows)), strict=True
@@ -506,7 +516,8 @@ class Rows:
         self._host[:, :count] = self._host[:, keep]
         self._knobs[:, :count] = self._knobs[:, keep]
         self._table[:count] = self._table[keep]
-        for by_row in (self.ticket, self.age, self.alike, self._held):
+        by_rows = self.ticket, self.age, self.alike, self._held, self.goes_on, self.is_pure
+        for by_row in by_rows:
             by_row[:count] = by_row[keep]
         self.n = count
         self._runs = self._sampled = None
@@ -549,85 +560,3 @@ def put(values: AnyArray, device: torch.device) -> torch.Tensor:
         if device.type == "cuda"
         else dense.to(device)
     )
-
-
-class Parked:
-    """Rows outside the batch, oldest first; each continues with a prefix that is computed again."""
-
-    def __init__(self) -> None:
-        self._rows: list[Row] = []
-
-    def __len__(self) -> int:
-        return len(self._rows)
-
-    def __iter__(self) -> Iterator[Row]:
-        return iter(self._rows)
-
-    def add(self, rows: Iterable[Row]) -> None:
-        """More of them."""
-        self._rows = sorted([*self._rows, *rows], key=lambda row: row.age)
-
-    def due(self, rows: Rows, pages: Pages) -> Iterator[Row]:
-        """The rows that continue in this step, as far as slots and pages reach. Each is released
-        here; the caller takes its pages before the next. rows: the batch, which they join together.
-
-        rows: the batch, which they join all at once.
-        """
-        count = 0
-        while self._rows and rows.n + count < rows.slots:
-            needed = pages_for(len(self._rows[0].tokens) + 1)
-            if needed > pages.available - rows.n - count and (rows.n or count):
-                return
-            count += 1
-            yield self._rows.pop(0)
-
-    def take_out(self, tickets: Collection[int]) -> list[Row]:
-        """Remove and return the rows of these tickets."""
-        gone = [row for row in self._rows if row.ticket in tickets]
-        self._rows = [row for row in self._rows if row.ticket not in tickets]
-        return gone
-
-    def new_tokens(
-        self, since: Callable[[int], int], least: int
-    ) -> list[tuple[int, PartialRollout]]:
-        """As `Engine.new_tokens`, of these."""
-        partials = []
-        for row in self._rows:
-            begin = since(row.ticket)
-            if len(row.tokens) - row.start - begin >= least:
-                partials.append(
-                    (
-                        row.ticket,
-                        PartialRollout(begin=begin, tokens=row.tokens[row.start + begin :]),
-                    )
-                )
-        return partials
-
-
-def to_park(rows: Rows, pages: Pages, page_count: int) -> AnyArray:
-    """Rows to be parked so that so many pages come free, int [k]. Raises ModelError where one row
-    alone holds all.
-    """
-    owned = [sum(pages.holders(page) == 1 for page in row_pages) for row_pages in rows.pages]
-    chosen = youngest(rows.age[: rows.n].tolist(), owned, page_count)
-    if not chosen:
-        raise ModelError(
-            f"one row has outgrown the KV-cache of {pages.count} pages; lower its limit"
-        )
-    return np.array(chosen)
-
-
-def youngest(ages: Sequence[int], owned: Sequence[int], missing: int) -> list[int]:
-    """Rows to park so that at least `missing` pages come free: the youngest first, never the oldest
-    of all.
-
-    ages: by row, larger for rows that started later. owned: pages that only this row holds.
-    """
-    order = sorted(range(len(ages)), key=lambda row: -ages[row])
-    chosen: list[int] = []
-    for row in order[:-1]:
-        if missing <= 0:
-            break
-        chosen.append(row)
-        missing -= owned[row]
-    return chosen

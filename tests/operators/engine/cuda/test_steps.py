@@ -6,11 +6,14 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from operators.engine import decode
 from operators.engine.build import adapt
 from operators.engine.cuda.graphs import AHEAD
 from operators.engine.decode import Engine
 from operators.engine.interface import ABORTED, STOPPED, TOO_LONG, PromptStart
+from operators.engine.parallel.lockstep import state_of
 from operators.engine.sampler import Sampling
 from operators.engine.stop_strings import StopStrings
 
@@ -193,3 +196,29 @@ def test_prefixes_longer_than_a_replayed_step_takes_are_computed_beside_it_the_s
         lambda: make_model(max_position_embeddings=1024), given, context_tokens=600, end_tokens=[1]
     )
     assert len(rows) == 18
+
+
+class NoOperators(TorchDispatchMode):
+    """Whatever asks torch for anything fails."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        raise AssertionError(f"{func} was called")
+
+
+def test_what_ranks_compare_before_a_step_asks_no_device_and_tells_other_tokens_apart(
+    make_model, monkeypatch
+):
+    monkeypatch.setattr(decode, "CHECK_STEPS", 4)
+    engines = [
+        make_engine(make_model(), on_gpu_terms=True, is_checked=True, end_tokens=[]) for _ in "ab"
+    ]
+    states = []
+    for step in range(12):
+        if step == 5:
+            engines[1].rows.last[0] += 1
+        for engine in engines:
+            engine.step(starts(2) if step == 0 else [])
+        with NoOperators():
+            states.append([state_of(engine) for engine in engines])
+    alike = [one == two for one, two in states]
+    assert alike == [True] * 8 + [False] * 4, "the checksum of step 8 has come in step 9"
