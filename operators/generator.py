@@ -238,7 +238,13 @@ class GeneratorKnobs(Generate):
                 f"'{self.name}' got engine={self.engine!r}, which is not known; use \"native\" or"
                 ' "vllm"'
             )
-        own = {"sampling_mask": False, "weights": "model", "tensor_parallel": 1, "compile": False}
+        own = {
+            "sampling_mask": False,
+            "weights": "model",
+            "tensor_parallel": 1,
+            "compile": False,
+            "prefill_tokens": GeneratorKnobs.prefill_tokens,
+        }
         unlike = [knob for knob, value in own.items() if (getattr(self, knob) or value) != value]
         if self.engine == "vllm" and unlike:
             faults.append(

@@ -15,7 +15,7 @@ from dataflow.records import AnyArray
 from dataflow.runtime import Context
 from dataflow.weight_ends import WeightsIn
 from operators.engine import attention
-from operators.engine.attention import AttentionLayout, Kernel, KVCache, lay_out
+from operators.engine.attention import AttentionLayout, Kernel, KVCache
 from operators.engine.cuda import available
 from operators.engine.cuda.fuse import fuse_layers
 from operators.engine.decode import Engine
@@ -25,6 +25,7 @@ from operators.engine.native.fused import FusedStep, supports
 from operators.engine.pages import PAGE, Prefix, pages_for
 from operators.engine.precision import Sliced, cast, quantise, unrounded
 from operators.engine.precision.intake import Intake
+from operators.engine.prefill import lay_out
 from operators.engine.sampler import Sampling
 from operators.engine.stop_strings import StopStrings, stops_of
 from operators.generator import GeneratorKnobs

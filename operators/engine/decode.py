@@ -24,7 +24,6 @@ from operators.engine.attention import (
     KVCache,
     copy_partial_pages,
     default_budget,
-    lay_out,
     page_count,
 )
 from operators.engine.cuda.available import drawing
@@ -33,6 +32,7 @@ from operators.engine.cuda.late import LateFlags
 from operators.engine.interface import ABORTED, BROKEN, EndedRollout, PromptStart, Row, begun
 from operators.engine.pages import PAGE, Pages, Prefix, fitting
 from operators.engine.parking import Parked, new_tokens_of, to_park
+from operators.engine.prefill import lay_out
 from operators.engine.rows import Rows, put
 from operators.engine.sampler import Sampling, kind_of, knob_columns
 from operators.engine.stop_strings import StopStrings

@@ -17,7 +17,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -155,16 +155,6 @@ class RowSampling:
             repetition_penalty=penalty.float() if kind.repetition_penalty else None,
             kind=kind,
         )
-
-    def select(self, rows: Tensor) -> RowSampling:
-        """These rows, int64 or bool index, in this order; a knob that none of them uses may still
-        be a column.
-        """
-        columns: dict[str, Any] = {field.name: getattr(self, field.name) for field in fields(self)}
-        columns |= {
-            name: column[rows] for name, column in columns.items() if isinstance(column, Tensor)
-        }
-        return RowSampling(**columns)
 
 
 # Which tokens top-k, top-p and min-p leave out of a draw, each seeing what the one before left.

@@ -50,11 +50,11 @@ def lengths(context_tokens: int) -> tuple[int, ...]:
     """How long rows are that a graph is captured for: LEAST_TOKENS, twice that and so on, the
     context in whole pages last.
     """
-    whole = pages_for(context_tokens + 1) * PAGE
     doubled = itertools.takewhile(
-        lambda tokens: tokens < whole, (LEAST_TOKENS << power for power in itertools.count())
+        lambda tokens: tokens < context_tokens,
+        (LEAST_TOKENS << power for power in itertools.count()),
     )
-    return (*doubled, whole)
+    return (*doubled, pages_for(context_tokens + 1) * PAGE)
 
 
 def bucket_of(count: int, sizes: Sequence[int]) -> int:

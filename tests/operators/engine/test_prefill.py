@@ -8,10 +8,11 @@ import pytest
 import torch
 from replaying import drive, recomputed, replayed
 
-from operators.engine import attention
-from operators.engine.attention import KVCache, lay_out, prefill
+from operators.engine import prefill as module
+from operators.engine.attention import KVCache
 from operators.engine.interface import ABORTED, PromptStart
 from operators.engine.pages import PAGE, Prefix
+from operators.engine.prefill import lay_out, prefill, write
 from operators.engine.sampler import Sampling
 
 SAMPLING = Sampling(temperature=1.2)
@@ -233,7 +234,7 @@ def test_prefixes_end_to_end_attend_as_each_does_alone(window, known, monkeypatc
     keys, values = cache.layer(0, key[None], value[None])
     for side, new in ((keys, key), (values, value)):
         side.normal_()
-        attention.write(fresh.layout, side, new)
+        write(fresh.layout, side, new)
     alone = prefill(fresh.layout, query, key, value, keys, values, 0.3, window, None)
 
     def varlen(q, k, v, ends_q, ends_k, most_q, most_k, *, scale, window_size, enable_gqa):
@@ -254,6 +255,6 @@ def test_prefixes_end_to_end_attend_as_each_does_alone(window, known, monkeypatc
         return torch.cat(parts)
 
     monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", varlen)
-    monkeypatch.setattr(attention, "serves_ragged", lambda *_: True)
+    monkeypatch.setattr(module, "serves_ragged", lambda *_: True)
     together = prefill(fresh.layout, query, key, value, keys, values, 0.3, window, None)
     torch.testing.assert_close(together, alone, atol=1e-12, rtol=1e-12)

@@ -147,16 +147,6 @@ def test_a_draw_off_the_cpu_never_looks_at_a_value(sampling):
         assert log_distribution(there((6, 3000), torch.float32), given, seen).shape == (6, 3000)
 
 
-def test_selected_rows_keep_their_knobs():
-    logits, seen, seeds, counts = _batch(len(KNOBS), 64)
-    rows = torch.tensor([12, 2, 5, 5, 0])
-    sampling = RowSampling.of(KNOBS, "cpu")
-    whole = draw(logits, sampling, seeds, counts, seen=seen)
-    part = draw(logits[rows], sampling.select(rows), seeds[rows], counts[rows], seen=seen[rows])
-    assert torch.equal(part.tokens, whole.tokens[rows])
-    assert torch.equal(part.logprobs, whole.logprobs[rows])
-
-
 def test_noise_is_uniform_over_positions_of_one_seed_and_over_seeds():
     for seeds, counts in (
         (torch.zeros(100_000, dtype=torch.int64), torch.arange(100_000)),

@@ -59,7 +59,7 @@ def test_the_first_buckets_are_small():
 
 
 def test_lengths_double_up_to_the_context_in_whole_pages():
-    assert lengths(100) == (112,) and lengths(1023) == (1024,) and lengths(1024) == (1024, 1040)
+    assert lengths(100) == (112,) and lengths(1023) == (1024,) and lengths(1024) == (1040,)
     assert lengths(5000) == (1024, 2048, 4096, 5008)
     assert [bucket_of(count, lengths(5000)) for count in (1, 1024, 1025, 5001)] == [
         1024,
