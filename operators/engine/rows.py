@@ -302,14 +302,16 @@ class Rows:
         """
         counts = [prefix.new for prefix in prefixes]
         ahead = slice(self.n, self.n + sum(counts))
-        pages = np.zeros((len(prefixes), self._table.shape[1]), np.int32)
+        wide = max(len(prefix.tables[0]) for prefix in prefixes)
+        pages = np.zeros((len(prefixes), wide), np.int32)
         for i, prefix in enumerate(prefixes):
             pages[i, : len(prefix.tables[0])] = prefix.tables[0]
         lengths = [np.arange(prefix.begin, len(prefix.tokens)) + 1 for prefix in prefixes]
         tokens = [prefix.tokens[prefix.begin :] for prefix in prefixes]
         columns = self._put(np.stack([np.concatenate(lengths), np.concatenate(tokens)]))
         self._columns[_LENGTH, ahead], self._columns[_LAST, ahead] = columns
-        self._table_there[ahead] = self._put(np.repeat(pages, counts, axis=0))
+        origin = self._put(np.repeat(np.arange(len(prefixes)), counts))
+        self._table_there[ahead, :wide] = self._put(pages)[origin]
         return ahead.stop
 
     def fill(self, begin: int, end: int, page: int) -> None:
@@ -318,7 +320,7 @@ class Rows:
         """
         self._columns[:, begin:end] = 0
         self._columns[_LENGTH, begin:end] = 1
-        self._table_there[begin:end] = page
+        self._table_there[begin:end, 0] = page
 
     def give_page(self, row: int, page: int) -> None:
         """Append a page to a row; `place_pages` copies that to the device."""

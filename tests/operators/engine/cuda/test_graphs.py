@@ -178,7 +178,9 @@ def test_rows_that_fill_the_bucket_write_to_the_scratch_page_and_are_not_returne
     ((given, positions, table),) = seen
     assert len(given) == 8
     assert (
-        (given[5:] == 0).all() and (positions[5:] == 0).all() and (table[5:] == cache.scratch).all()
+        (given[5:] == 0).all()
+        and (positions[5:] == 0).all()
+        and (table[5:, 0] == cache.scratch).all()
     )
     assert torch.equal(table[:5], rows.table)
 
