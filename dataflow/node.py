@@ -144,7 +144,7 @@ class CapacityTraits:
     cache_bytes: int | None = None
     """Budget for keys and values; None: what is free."""
     prefill_tokens: int = 0
-    """Tokens of prompts that a generator computes in one pass, before one more of any length."""
+    """Most tokens of prompts that a generator computes in one pass."""
     calls_at_once: int = 1
     """Rows, or groups, that it scores, over all its processes."""
     queue_prompts: int | None = None

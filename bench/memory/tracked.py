@@ -36,7 +36,6 @@ from operators.engine import attention
 from operators.engine.attention import AttentionLayout, KVCache
 from operators.engine.budget import Budget, EnginePasses, measured
 from operators.engine.build import context_tokens_of
-from operators.engine.pages import most_new
 from operators.models.loading import on_meta
 from operators.models.slices import given_memory
 from operators.training.learner import head, packed_attention
@@ -135,7 +134,7 @@ def tracked_budget(generator: Generator, whole: int) -> Budget:
             device=DEVICE,
             slots=generator.slots,
             context_tokens=context,
-            new_tokens=most_new(context),
+            new_tokens=generator.prefill_tokens,
             token_bytes=cache.token_bytes,
             captures=True,
         )

@@ -328,9 +328,7 @@ def _cache(operator: Generate, size: ModelSize, nbytes: int, ranks: int) -> int:
 
 def _forward_pass(operator: Generate, size: ModelSize, nbytes: int, ranks: int) -> int:
     """Bytes of a generator's largest forward pass, whose tokens all are new, with the draw."""
-    traits = operator.traits
-    context = traits.sampling.context_tokens or size.context
-    tokens = traits.capacity.prefill_tokens + context
+    tokens = operator.traits.capacity.prefill_tokens
     return tokens * _inferred(size, nbytes, ranks) + _drawn(operator, size, nbytes)
 
 

@@ -14,8 +14,9 @@ import psutil
 import torch
 
 from dataflow.planning.memory_need import FILLED
-from operators.engine.attention import AttentionLayout, Kernel, KVCache, lay_out
+from operators.engine.attention import AttentionLayout, Kernel, KVCache
 from operators.engine.pages import PAGE, Prefix, pages_for
+from operators.engine.prefill import lay_out
 from operators.engine.rows import put
 from operators.models.folders import ModelError
 

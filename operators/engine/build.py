@@ -15,7 +15,7 @@ from dataflow.records import AnyArray
 from dataflow.runtime import Context
 from dataflow.weight_ends import OpensWeights, WeightsIn
 from operators.engine import attention
-from operators.engine.attention import AttentionLayout, Kernel, KVCache, lay_out
+from operators.engine.attention import AttentionLayout, Kernel, KVCache
 from operators.engine.budget import default_budget
 from operators.engine.cuda import available
 from operators.engine.cuda.fuse import fuse_layers
@@ -23,9 +23,10 @@ from operators.engine.decode import Engine
 from operators.engine.interface import DecodingEngine
 from operators.engine.native import attention as native
 from operators.engine.native.fused import FusedStep, supports
-from operators.engine.pages import Prefix, pages_for
+from operators.engine.pages import PAGE, Prefix, pages_for
 from operators.engine.precision import Sliced, cast, quantise, unrounded
 from operators.engine.precision.intake import Intake
+from operators.engine.prefill import lay_out
 from operators.engine.sampler import Sampling
 from operators.engine.stop_strings import StopStrings, stops_of
 from operators.generator import GeneratorKnobs
@@ -191,8 +192,9 @@ def _differences(outputs: Sequence[torch.Tensor], expected: Sequence[torch.Tenso
 def _from_pages(
     model: torch.nn.Module, ids: torch.Tensor, kernel: Kernel | None, sizes: list[int]
 ) -> torch.Tensor:
-    """Logits [tokens - 1, V] of the sequence from its second token on, its beginning in one pass
-    and the rest from pages; to `sizes`, the bytes of a position.
+    """Logits [tokens - 1, V] of the sequence from its second token on: its first page in one pass,
+    its beginning behind that in another, and the rest token by token; to `sizes`, the bytes of a
+    position.
     """
     pages = list(range(pages_for(len(ids))))
     cache = KVCache(len(pages))
@@ -202,25 +204,22 @@ def _from_pages(
 
     table = put(np.array([pages], np.int32))
     prompt = ids[: max(1, len(ids) - DECODED)]
-    fresh = lay_out([Prefix(tokens=prompt.cpu().numpy(), cached=0, tables=[pages])], put)
-    passes = [
-        (
-            prompt,
-            fresh.positions,
-            AttentionLayout(cache, prompt[:0], 0, table[:0], new=fresh.layout),
-        )
-    ]
-    ends = put(np.array([0, 1], np.int32)), put(np.zeros(1, np.int32))
+    whole = Prefix(tokens=prompt.cpu().numpy(), cached=0, tables=[pages])
+    passes = []
+    for part in filter(None, whole.cut(PAGE)):
+        fresh = lay_out([part], put)
+        layout = AttentionLayout(cache, prompt[:0], 0, table[:0], new=fresh.layout)
+        passes.append((fresh.tokens, fresh.positions, layout))
     for place in range(len(prompt), len(ids)):
         positions = put(np.array([place]))
         passes.append(
             (
                 ids[place : place + 1],
                 positions,
-                AttentionLayout(cache, positions, place + 1, table, *ends, kernel=kernel),
+                AttentionLayout(cache, positions, place + 1, table, kernel=kernel),
             )
         )
-    first = torch.arange(1, len(prompt), device=ids.device)
+    first = torch.arange(1, len(passes[0][0]), device=ids.device)
     keeps: list[torch.Tensor | int] = [first, *[0] * (len(passes) - 1)]
     logits = [
         model(
@@ -249,6 +248,9 @@ def _from_pages(
 
 CONTEXT_TOKENS = 4096
 """Of a model that does not say how many it takes."""
+
+CAPTURE_S = 30.0
+"""Longest time for which steps are captured at the start; what is left is captured in the run."""
 
 
 @dataclass(frozen=True)
@@ -323,11 +325,14 @@ def build_native(
         token_bytes=tested.token_bytes,
         cache_bytes=declaration.cache_bytes,
         budget=lambda engine: agreed(default_budget(engine, arriving=arriving)),
+        prefill_tokens=declaration.prefill_tokens,
         on_update=declaration.on_update,
         record_mask=declaration.records_mask,
+        is_checked=sliced is not None,
         tensors=tensors,
         on_adopt=None if intake is None else intake.adopted,
     )
+    engine.capture(_lasting(CAPTURE_S, context.clock, sliced))
     return BuiltEngine(engine, tokenizer, ends, native=engine)
 
 
@@ -341,6 +346,21 @@ def arriving_bytes(context: Context, tensors: Mapping[str, torch.Tensor]) -> int
         return 0
     distinct = {id(tensor): tensor.nbytes for tensor in tensors.values()}
     return sum(distinct.values())
+
+
+def _lasting(
+    limit_s: float, clock: Callable[[], float], sliced: Sliced | None
+) -> Callable[[], bool]:
+    """Whether this limit has not passed; of several ranks, on none."""
+    end = clock() + limit_s
+
+    def goes_on() -> bool:
+        late = torch.tensor([float(clock() >= end)])
+        if sliced is not None:
+            sliced.largest(late)
+        return not late.item()
+
+    return goes_on
 
 
 def sampling_of(declaration: GeneratorKnobs) -> Sampling:

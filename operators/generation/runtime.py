@@ -41,7 +41,6 @@ from operators.chat.chat_template import ChatTemplate
 from operators.engine.build import make_engine
 from operators.engine.decode import put_aside
 from operators.engine.interface import TOO_LONG, EndedRollout, PromptStart
-from operators.engine.pages import PREFILL_TOKENS
 from operators.engine.stop_strings import StopCache
 from operators.generation import groups
 from operators.generation.groups import (
@@ -357,7 +356,8 @@ class GeneratorRuntime(Runtime):
         """Version, active rollouts, waiting prompts; tokens/s and share of slots used since the
         last call; `begun`: rollouts that have not left, and would be drawn again; `recalled`:
         tokens that an earlier process had drawn; `looked`: tokens looked back at; `decode_64_s` and
-        the like: of steps with 33 to 64 rollouts that began none.
+        the like: of steps with 33 to 64 rollouts that began none; `prefilled`: tokens of prompts
+        computed; `replayed_steps`: decode steps that were graphs.
         """
         now, drawn, steps = self._context.clock(), self.engine.drawn, self.engine.steps
         then, drawn_then, steps_then = self._seen
@@ -370,6 +370,7 @@ class GeneratorRuntime(Runtime):
             "tokens": drawn,
             "decode_steps": steps,
             "looked": self.engine.looked,
+            **({} if self._native is None else self._native.counts),
             "tokens_per_s": (drawn - drawn_then) / (now - then) if now > then else 0.0,
             "parked": self.engine.waiting,
             "begun": self._begun,
@@ -405,7 +406,7 @@ class GeneratorRuntime(Runtime):
         if self._weights.version < 0:
             return []
         starts: list[PromptStart] = []
-        tokens, spare, dropped = 0, self.engine.spare_pages, self._dropped()
+        spare, dropped = self.engine.spare_pages, self._dropped()
 
         def prepare(group: PromptGroup) -> None:
             if self._partial is not None and group.mark is None:
@@ -439,9 +440,6 @@ class GeneratorRuntime(Runtime):
                 self._complete.append(group)
                 continue
             starts.append(self._start(group, count))
-            tokens += len(group.prompt)
-            if tokens >= PREFILL_TOKENS:
-                break
         return starts
 
     def _dropped(self) -> int:
@@ -474,6 +472,7 @@ class GeneratorRuntime(Runtime):
             else self._stops(group.turn.stop),
             tickets=tickets,
             seeds=seeds,
+            goes_on=group.turn is not None,
             partial=[group.partial.pop(position, None) for position in positions],
         )
 

@@ -8,10 +8,13 @@ import torch
 
 from dataflow.planning.memory_need import FILLED
 from operators.engine.budget import Budget, EnginePasses, default_budget, measured
-from operators.engine.pages import PAGE, PREFILL_TOKENS, most_new
+from operators.engine.pages import PAGE
+from operators.engine.sampler import Sampling
 from operators.models.folders import ModelError
 
 GB = 10**9
+PREFILL = 4096
+"""Tokens that one pass computes at most."""
 H100 = int(79.2 * 2**30)
 PASS, STEP = 3 * GB, GB // 2
 """What the fake device says of a prefill and a decode step, beside pages."""
@@ -45,7 +48,7 @@ def passes(
         device=torch.device("cpu"),
         slots=256,
         context_tokens=context,
-        new_tokens=most_new(context),
+        new_tokens=PREFILL,
         token_bytes=token_bytes,
         **{"captures": True, **knobs},
     )
@@ -84,16 +87,16 @@ def test_the_largest_prefill_and_a_step_of_all_slots_are_made_before_the_cache()
         calls: list[int] = []
         engine = passes(calls, token_bytes=4, context=context)
         measured(engine, FakeMemory(10 * GB, 0, GB, GB), arriving=0)
-        assert calls == [context + PREFILL_TOKENS - 1, 256]
+        assert calls == [PREFILL, 256]
     calls = []
     engine = passes(calls, token_bytes=4, captures=False)
     assert measured(engine, FakeMemory(10 * GB, 0, GB), arriving=0).graphs == 0
-    assert calls == [most_new(8192)]
+    assert calls == [PREFILL]
 
 
 def test_pages_of_the_prefill_are_no_part_of_what_stays_taken() -> None:
     engine = passes([], token_bytes=1000)
-    memory = FakeMemory(10 * GB, GB, (8192 + 4096) * 1000 + 77, 5)
+    memory = FakeMemory(10 * GB, GB, 4096 * 1000 + 77, 5)
     budget = measured(engine, memory, arriving=GB)
     assert budget == Budget(free=9 * GB, whole=10 * GB, arriving=GB, passes=77, graphs=5)
 
@@ -113,4 +116,5 @@ def test_an_engine_takes_the_pages_that_its_budget_allows(
         memory = FakeMemory(whole, 0, pages + rest)
         return default_budget(engine, memory=memory)
 
-    assert make_engine(model, budget=budget).pages.count == 7
+    sampling = Sampling(top_p=0.9, repetition_penalty=1.2)
+    assert make_engine(model, sampling=sampling, budget=budget).pages.count == 7
