@@ -4,9 +4,11 @@ torch.
 
 from __future__ import annotations
 
+import contextlib
 import math
 import time
 from collections.abc import Callable, Collection
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -21,6 +23,7 @@ from dataflow.staleness import NO_TOKEN
 from dataflow.tokens.ragged import gather
 from dataflow.tokens.rollout_tokens import SamplingMask
 from dataflow.weight_ends import WeightsOut
+from operators.training.learner.copies import ComputeCopies
 from operators.training.learner.cpu import DirectGradients
 from operators.training.learner.diagnostics import Diagnostics, Measures, ratio_bounds, sums_of
 from operators.training.learner.loss_function import LossFunction
@@ -207,6 +210,8 @@ class Learner:
     direct: DirectGradients | None = None
     """Of a model in main memory that is here alone: what writes its gradients where they are
     kept."""
+    copies: ComputeCopies | None = None
+    """Of the weights of a model that is here alone, where it computes in another type."""
     keep_new_logprobs: bool = False
     """Whether `new_logprobs` has the log-probabilities that a policy computes."""
     divisor: int = 0
@@ -306,6 +311,8 @@ class Learner:
         self._version, self.divisor, self._nodes, self._micros = version, 0, 0, 0
         self.parts, self._totals, self._bad, self._new = [], [], [], []
         self._no_gradients()
+        if self.copies is not None:
+            self.copies.refresh()
 
     def keep(self, rows: StepRows) -> StepPart:
         """Rows of the step, of which this rank computes what `micro` is given."""
@@ -320,6 +327,14 @@ class Learner:
         An empty one has a forward and backward too, of a loss that is zero: for ranks whose
         exchanges need it.
         """
+        with self.computing():
+            self._micro(batch)
+
+    def computing(self) -> AbstractContextManager[None]:
+        """Where the model is called, after `open`."""
+        return contextlib.nullcontext() if self.copies is None else self.copies.in_place()
+
+    def _micro(self, batch: MicroBatch) -> None:
         rows, part = batch.part.rows, batch.rollouts
         self._micros += 1
         torch.manual_seed(
