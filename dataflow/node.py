@@ -158,6 +158,8 @@ class TrainingTraits:
 
     micro_batch_tokens: int = 0
     """Tokens of one pass; 0: not known."""
+    begins_early: bool = True
+    """Whether groups are computed before the others of their step are there."""
     gradient_checkpointing: bool = False
     """Whether the backward pass computes anew what the layers made."""
     compiled: bool = False

@@ -186,6 +186,7 @@ class TrainerKnobs(Learn):
                 offloads=self.offload,
                 copies_weights=self.offload or self.copy_weights,
                 compares_logprobs=LOGPROBS in self.loss_function.columns,
+                begins_early=not (self.whiten or self.offload),
             ),
             sleeps=True,
         )

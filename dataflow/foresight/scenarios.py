@@ -4,6 +4,7 @@ simulation takes it.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
@@ -36,6 +37,7 @@ from dataflow.planning.model_size import ModelSize, bytes_of
 from dataflow.planning.placement import Need
 from dataflow.planning.plan import Plan
 from dataflow.planning.wiring import edges
+from dataflow.rules import begins_early
 from dataflow.structure import Structure, episodes_of
 
 _COUNTED = ("weights", "KV-cache", "a forward pass", "captured steps")
@@ -419,6 +421,12 @@ def _trainer_costs(ground: Foreground, *, shared: bool) -> TrainerCosts:
         token_s=passes_s / tokens,
         weights_s=ground.weights_s,
         shared=learners.ranks * ground.plan.placements[trainer.name].threads if shared else 0,
+        part_tokens=math.inf
+        if trainer.name in ground.in_turn
+        or not trainer.traits.training.begins_early
+        or not begins_early(ground.max_staleness, on_cpu=ground.on_cpu)
+        else trainer.traits.training.micro_batch_tokens
+        * (learners.ranks // trainer.traits.split.tensor_parallel),
     )
 
 

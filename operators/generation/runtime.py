@@ -275,7 +275,13 @@ class GeneratorRuntime(Runtime):
             worked = True
             self._complete += groups.collect(self._step(starts), self._tickets)
             since += bool(self._complete)
-            if leaves(len(self._complete), since, enough=many):
+            is_awaited = any(
+                self._admission.is_awaited(
+                    group.source, group, self._weights.version, self._dropped()
+                )
+                for group in self._complete
+            )
+            if leaves(len(self._complete), since, enough=many, is_awaited=is_awaited):
                 break
         if self._partial is not None:
             self._partial.write(self.engine, self._tickets)
