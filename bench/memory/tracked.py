@@ -40,6 +40,7 @@ from operators.models.loading import on_meta
 from operators.models.slices import given_memory
 from operators.training.learner import head, packed_attention
 from operators.training.learner.build import forward_of, learner_of
+from operators.training.learner.copies import ComputeCopies
 from operators.training.learner.learner import Learner
 from operators.training.parallel import shard
 from operators.training.parallel.mesh import make_mesh
@@ -95,7 +96,10 @@ def tracked(trainer: Trainer, ranks: int, load: Load, *, steps: int = 2) -> Held
 def _learner(trainer: Trainer, module: Any, mesh: Any) -> Learner:
     if mesh is None:
         forward = forward_of(trainer, given_memory(module, DEVICE))
-        return learner_of(trainer, forward, node=trainer.name)
+        learner = learner_of(trainer, forward, node=trainer.name)
+        if forward.compute is not None:
+            learner.copies = ComputeCopies(forward.module, forward.compute)
+        return learner
     compute = None if trainer.model.dtype == "float32" else getattr(torch, trainer.model.dtype)
     sharded = shard.shared_out(module, mesh, compute, trainer.model.name)
     sharded.take_memory(DEVICE)

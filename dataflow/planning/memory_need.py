@@ -30,9 +30,6 @@ class Passes:
     size: ModelSize
     wide: bool
     """Whether products are in float32, else in a type of two bytes."""
-    masters: bool
-    """Whether layers compute with float32 weights, which are cast on the way: those of one rank
-    without adapters."""
     trains: bool = True
     """Whether all weights are trained, else adapters alone."""
     rank: int = 0
@@ -69,14 +66,12 @@ class Passes:
         """
         if self.wide:
             return 24 if self.trains else 16
-        if not self.trains:
-            return 18
-        return 26 if self.masters else 16
+        return 16 if self.trains else 18
 
     @property
     def of_input(self) -> int:
         """Bytes of a number that goes into a layer."""
-        return 4 if self.wide or self.masters else 2
+        return 4 if self.wide else 2
 
     def at_most(self, tokens: int) -> int:
         """Bytes where a micro-batch of so many tokens is furthest: at the end of the forward pass,
@@ -84,14 +79,12 @@ class Passes:
         pass.
         """
         size = self.size
-        casts = 2 * size.linear_numbers if self.masters and not self.wide else 0
+        ends = self._head(tokens)
         if self.checkpointed:
             kept = self.of_input * size.width * size.layers * tokens
-            ends = max(casts + self._head(tokens, False), self._head(tokens, True))
             again = self.of_layer * tokens
         else:
-            kept, again = casts + self.of_layer * size.layers * tokens, 0
-            ends = self._head(tokens, True)
+            kept, again = self.of_layer * size.layers * tokens, 0
         last = self._backward(tokens) + again + self._reduced(size.largest_end)
         before = self._backward(tokens) + self._reduced(self._layer)
         before += again or -self.of_layer * tokens  # of a layer that is done, where all were kept
@@ -103,8 +96,7 @@ class Passes:
         weights that embedding and head have in common.
         """
         size, layers = self.size, max(1, self.size.layers)
-        casts = 2 * size.linear_numbers // layers if self.masters and not self.wide else 0
-        layer = casts + self.of_layer * tokens + self._backward(tokens)
+        layer = self.of_layer * tokens + self._backward(tokens)
         return max(
             layer + self._reduced(self._layer if layers > 1 else size.largest_end),
             4 * size.largest_end if size.tied and self.trains else 0,
@@ -133,12 +125,12 @@ class Passes:
         """Bytes of their gradients in float32, on the way to the ranks that add them up."""
         return 4 * numbers if self.gathers and self.trains else 0
 
-    def _head(self, tokens: int, backward: bool) -> int:
+    def _head(self, tokens: int) -> int:
         size = self.size
         vocabulary = size.largest_end // size.width if size.width else 0
         logits = tokens * vocabulary
         logits_kept = int(min(_MOST_KEPT * logits, _KEPT_OF_WEIGHT * size.largest_end))
-        gradient = self.of_input * size.largest_end if backward and self.trains else 0
+        gradient = self.of_input * size.largest_end if self.trains else 0
         slices = 2 * min(_SLICE if self.on_gpu else _CPU_SLICE, logits)
         return 4 * (logits_kept + slices) + gradient + _ENDS * size.width * tokens
 
@@ -374,7 +366,6 @@ def _with_passes(
     passes = Passes(
         size=size,
         wide=model.dtype == "float32",
-        masters=model.lora is None and not gathers,
         trains=model.lora is None,
         rank=model.lora.rank if model.lora is not None else 0,
         compiled=traits.training.compiled,
@@ -383,6 +374,8 @@ def _with_passes(
         shares=traits.split.tensor_parallel,
         gathers=gathers,
     )
+    if not gathers and not passes.wide:
+        parts["compute copies"] = parts["gradients"] * bytes_of(model.dtype) // 4
     tokens, is_only = _micro_batch(graph, operator)
     activations = passes.at_most(tokens)
     if is_only:  # gradients come as activations go

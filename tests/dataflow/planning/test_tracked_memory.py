@@ -26,10 +26,10 @@ MIDDLE: dict[str, Any] = {
 
 
 def check(case: Case, folder: Path) -> None:
-    """At the most, and after a step, when weights, gradients and moments are left."""
+    """At the most, and after a step, when weights, gradients, moments and copies are left."""
     held, need = tracked_bytes(case, folder), planned(case, folder)
     assert need.total == pytest.approx(held.most, rel=0.1)
-    left = sum(need.parts[name] for name in ("weights", "gradients", "optimiser"))
+    left = need.total - need.parts["activations"]
     assert left == pytest.approx(held.rest, rel=0.02)
 
 
