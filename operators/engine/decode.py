@@ -10,7 +10,7 @@ import contextlib
 import functools
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -38,9 +38,6 @@ from operators.engine.rows import Rows, put
 from operators.engine.sampler import Sampling, kind_of, knob_columns
 from operators.engine.stop_strings import StopStrings
 from operators.models.loading import trim_memory
-
-if TYPE_CHECKING:
-    pass
 
 PREFILL_TOKENS = 2048
 """Most tokens of prefixes that are computed in one step; what is longer takes several."""
@@ -90,8 +87,7 @@ class Engine:
             kernel: what `build.adapt` found right; None to attend with torch's operators.
             fused: what `build.adapt` found to compute the whole model; None to call the model.
             token_bytes: bytes of keys and values that one position takes in all layers.
-            cache_bytes: budget of the KV-cache; None: what `budget` gives.
-            budget: asked once all else is there.
+            cache_bytes: budget of the KV-cache; None: what `budget` gives once all else is there.
             prefill_tokens: most tokens of prefixes that are computed in one step, at least PAGE.
             on_update: keep the keys and values of unfinished rows when weights change, or recompute
                 them.
