@@ -143,6 +143,8 @@ class CapacityTraits:
     """Rollouts that are decoded."""
     cache_bytes: int | None = None
     """Budget for keys and values; None: what is free."""
+    prefill_tokens: int = 0
+    """Most tokens of prompts that a generator computes in one pass."""
     calls_at_once: int = 1
     """Rows, or groups, that it scores, over all its processes."""
     queue_prompts: int | None = None
@@ -156,6 +158,8 @@ class TrainingTraits:
 
     micro_batch_tokens: int = 0
     """Tokens of one pass; 0: not known."""
+    begins_early: bool = True
+    """Whether groups are computed before the others of their step are there."""
     gradient_checkpointing: bool = False
     """Whether the backward pass computes anew what the layers made."""
     compiled: bool = False
@@ -167,6 +171,9 @@ class TrainingTraits:
     reader; None: as its plan has it."""
     compares_logprobs: bool = False
     """Whether its loss compares its log-probabilities with the generator's."""
+    ways: tuple[Mapping[str, Any], ...] = ()
+    """Values of the knobs that its plan is to choose on accelerators, the fastest way first, the
+    one that takes least memory last; empty: it has values for all."""
 
 
 @dataclass(frozen=True, kw_only=True)

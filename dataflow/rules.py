@@ -98,13 +98,40 @@ def enough(slots: int, group_size: int) -> int:
     return max(1, slots // (4 * group_size))
 
 
-def leaves(complete: int, since: int, *, enough: int) -> bool:
+def leaves(complete: int, since: int, *, enough: int, is_awaited: bool = False) -> bool:
     """Whether complete groups leave now. since: decode steps at whose end some were complete.
+    is_awaited: see `Admission.is_awaited`, of any of them.
 
     >>> leaves(1, since=5, enough=8), leaves(8, since=1, enough=8), leaves(1, since=4, enough=8)
     (True, True, False)
     """
-    return since > LINGER_STEPS or complete >= enough
+    return is_awaited or since > LINGER_STEPS or complete >= enough
+
+
+# Where a step is cut into parts, which a trainer computes while later groups are on their way: by
+# the order of groups and their tokens alone, so that a step that is made again is cut alike.
+
+
+STEP_PARTS = 8
+"""Of a step, at most."""
+
+
+def begins_early(max_staleness: int, *, on_cpu: bool) -> bool:
+    """Whether a trainer computes before all groups of a step are there. Where no node runs ahead of
+    another, those on one machine have all its cores in turn.
+    """
+    return max_staleness > 0 or not on_cpu
+
+
+def ends_part(groups: int, tokens: float, *, step_groups: int, most: float) -> bool:
+    """Whether so many groups of as many tokens, since the last cut, are computed without waiting
+    for the next, which would be too much for one micro-batch of each rank. step_groups: of the
+    whole step. most: tokens of such a micro-batch on all ranks; inf: all groups wait.
+
+    >>> [ends_part(groups, 900, step_groups=32, most=1000) for groups in (3, 4, 8, 10)]
+    [False, True, True, False]
+    """
+    return groups * STEP_PARTS >= step_groups and tokens * (groups + 1) > most * groups
 
 
 # Which of several nodes that share devices has them.
@@ -189,6 +216,17 @@ class Admission(Generic[G]):
             bound.prompts_per_step,
             bound.max_staleness,
             self.in_flight,
+        )
+
+    def is_awaited(self, source: str, group: G, version: int, dropped: int) -> bool:
+        """Whether the step that a trainer of so many makes next lacks the group, though it was
+        started for it earlier: the trainer has nothing else to compute.
+        """
+        bound = self.bounds.get(source)
+        return (
+            bound is not None
+            and bound.max_staleness > 0
+            and admit(group.group_id, dropped, version, bound.prompts_per_step, 0)
         )
 
     def has_due(self, version: int, dropped: int) -> bool:

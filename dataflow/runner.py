@@ -145,6 +145,7 @@ def make_plan(
     message_bytes: int = MESSAGE_BYTES,
     link_gbps: float | None = None,
     place: Place | None = None,
+    chosen: Mapping[str, Mapping[str, Any]] | None = None,
     one_process: bool = False,
 ) -> Plan:
     """The plan that `run` would use."""
@@ -174,6 +175,7 @@ def make_plan(
         weights=weights,
         message_bytes=message_bytes,
         place=place,
+        chosen=chosen,
         one_process=one_process,
     )
     for wishes in planned.scale.values():
@@ -296,6 +298,7 @@ def run(
         message_bytes=message_bytes,
         link_gbps=link_gbps,
         place=place or {},
+        chosen=None if recorded is None else recorded.chosen,
     )
 
     def may_take(planned: Plan) -> bool:

@@ -227,6 +227,8 @@ class DeviceShare:
     """Of one that has its devices in turn with other nodes, and sleeps between its turns
     (`Runtime.sleep`): the folder in which it may put away what lies in main memory. None: its
     devices are its own."""
+    chosen: Mapping[str, Any] = field(default_factory=dict)
+    """As of its `Placement`."""
     turn_files: tuple[int, ...] = ()
     """Of such a one: files that all of its processes keep open; its turn ends at the latest when
     they have ended."""

@@ -56,6 +56,9 @@ class GeneratorKnobs(Generate):
     cache_bytes: int | None = None
     """Memory of the KV-cache; None: a share of what is free. Where it runs short, the youngest
     rollouts are parked and go on later."""
+    prefill_tokens: int = 2048
+    """Most prompt tokens that are computed in one step, so that rollouts under way do not wait
+    long; a longer prompt takes several steps."""
     tensor_parallel: int = 1
     """Ranks that share out the model: each holds a slice of the weights and its heads' keys and
     values, on a GPU of its own where there are any. Divides the model's attention and key/value
@@ -111,7 +114,10 @@ class GeneratorKnobs(Generate):
                 context_tokens=self.context_tokens or getattr(self.model, "context_tokens", None),
             ),
             capacity=CapacityTraits(
-                in_flight=self.in_flight, slots=self.slots, cache_bytes=self.cache_bytes
+                in_flight=self.in_flight,
+                slots=self.slots,
+                cache_bytes=self.cache_bytes,
+                prefill_tokens=self.prefill_tokens,
             ),
             chat=self.chat,
             chat_options=self.chat_template_kwargs or {},
@@ -190,6 +196,7 @@ class GeneratorKnobs(Generate):
                 ("max_tokens", 1, self.max_tokens),
                 ("segment_tokens", 1, self.segment_tokens),
                 ("slots", 1, self.slots),
+                ("prefill_tokens", 16, self.prefill_tokens),
                 ("tensor_parallel", 1, self.tensor_parallel),
                 ("in_flight", 1, 1 if self.in_flight is None else self.in_flight),
                 ("context_tokens", 2, 2 if self.context_tokens is None else self.context_tokens),
@@ -234,7 +241,13 @@ class GeneratorKnobs(Generate):
                 f"'{self.name}' got engine={self.engine!r}, which is not known; use \"native\" or"
                 ' "vllm"'
             )
-        own = {"sampling_mask": False, "weights": "model", "tensor_parallel": 1, "compile": False}
+        own = {
+            "sampling_mask": False,
+            "weights": "model",
+            "tensor_parallel": 1,
+            "compile": False,
+            "prefill_tokens": GeneratorKnobs.prefill_tokens,
+        }
         unlike = [knob for knob, value in own.items() if (getattr(self, knob) or value) != value]
         if self.engine == "vllm" and unlike:
             faults.append(

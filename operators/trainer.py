@@ -3,7 +3,7 @@ their faults, and the learning rate by step; imports no torch."""
 
 import functools
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, ClassVar, Self
@@ -56,6 +56,23 @@ def learning_rate(
     return min_lr + (lr - min_lr) * share
 
 
+WITHOUT_PLAN: Mapping[str, Any] = {
+    "micro_batch_tokens": 8192,
+    "gradient_checkpointing": False,
+    "compile": False,
+}
+"""Knobs that a plan may choose, and their values where it does not."""
+WAYS: Sequence[Mapping[str, Any]] = [
+    {"gradient_checkpointing": recomputes, "micro_batch_tokens": tokens}
+    for recomputes, tokens in (
+        (False, 8192),
+        (False, 4096),
+        (True, 8192),
+        (True, 4096),
+        (True, 2048),
+    )
+]
+"""What a plan chooses from, the fastest first."""
 NORMALIZE = ("tokens", "rollouts", "rollout_means")
 HEADS = {"lm": ("new_logprobs", "entropy"), "value": ("new_values",)}
 """What a model's head gives a loss."""
@@ -101,8 +118,9 @@ class TrainerKnobs(Learn):
     (REINFORCE++)."""
     temperature: float = 1.0
     """That the generator samples at; log-probabilities are taken at the same."""
-    micro_batch_tokens: int = 8192
-    """Tokens of one forward and backward; prompts that a group has in common count once."""
+    micro_batch_tokens: int | None = None
+    """Tokens of one forward and backward; prompts that a group has in common count once. None:
+    8,192, or on accelerators what the plan finds to fit, as it says."""
     skip_zero_advantage: bool = True
     """Leave out rollouts of advantage 0 where the loss is found to vanish on them; denominators
     stay."""
@@ -113,10 +131,11 @@ class TrainerKnobs(Learn):
     """Replicas of the model: each shards it over its own ranks alone, and what crosses from one to
     another is the sum of their gradients (HSDP). Times `tensor_parallel` it divides the trainer's
     ranks."""
-    gradient_checkpointing: bool = False
-    """Keep no activations within a layer: compute them again in the backward pass."""
-    compile: bool = False
-    """Run the layers through torch.compile."""
+    gradient_checkpointing: bool | None = None
+    """Keep no activations within a layer: compute them again in the backward pass. None: where
+    nothing else fits on accelerators, as the plan finds."""
+    compile: bool | None = None
+    """Run the layers through torch.compile. None: on accelerators, where no rank shares a layer."""
     offload: bool = False
     """Between steps, keep the optimiser's state and the gradients in main memory: for devices that
     are shared."""
@@ -160,15 +179,39 @@ class TrainerKnobs(Learn):
             sampling=SamplingTraits(temperature=self.temperature),
             capacity=CapacityTraits(queue_prompts=self.queue_prompts),
             training=TrainingTraits(
-                micro_batch_tokens=self.micro_batch_tokens,
-                gradient_checkpointing=self.gradient_checkpointing,
-                compiled=self.compile,
+                micro_batch_tokens=self.micro_batch_tokens or WITHOUT_PLAN["micro_batch_tokens"],
+                gradient_checkpointing=bool(self.gradient_checkpointing),
+                compiled=bool(self.compile),
+                ways=self._ways,
                 offloads=self.offload,
                 copies_weights=self.offload or self.copy_weights,
                 compares_logprobs=LOGPROBS in self.loss_function.columns,
+                begins_early=not (self.whiten or self.offload),
             ),
             sleeps=True,
         )
+
+    @property
+    def _ways(self) -> tuple[Mapping[str, Any], ...]:
+        """See `TrainingTraits.ways`: fewer tokens at once before layers are computed again."""
+        wished = {knob: getattr(self, knob) for knob in WITHOUT_PLAN}
+        ways = [
+            {
+                knob: value
+                for knob, value in (("compile", self.tensor_parallel == 1), *way.items())
+                if wished[knob] is None
+            }
+            for way in WAYS
+        ]
+        return tuple(way for at, way in enumerate(ways) if way and way not in ways[:at])
+
+    def settled(self, chosen: Mapping[str, Any]) -> Self:
+        """The declaration with a value for each knob: that which the plan chose, where it is left
+        to the plan.
+        """
+        values = {**WITHOUT_PLAN, **chosen}
+        lacking = {knob: value for knob, value in values.items() if getattr(self, knob) is None}
+        return replace(self, **lacking) if lacking else self
 
     @cached_property
     def loss_function(self) -> LossFunction:
@@ -223,13 +266,18 @@ class TrainerKnobs(Learn):
         faults = list(self.loss_function.faults)
         for knob, least in (
             ("prompts_per_step", 1),
-            ("micro_batch_tokens", 1),
             ("warmup_steps", 0),
             ("tensor_parallel", 1),
             ("dp_replicate", 1),
         ):
             faults += self._whole(knob, getattr(self, knob), least)
-        for knob in ("checkpoint_every", "queue_prompts", "decay_steps", "save_total_limit"):
+        for knob in (
+            "micro_batch_tokens",
+            "checkpoint_every",
+            "queue_prompts",
+            "decay_steps",
+            "save_total_limit",
+        ):
             if getattr(self, knob) is not None:
                 faults += self._whole(knob, getattr(self, knob), 1)
         for knob, zero_is_fine in (
@@ -379,7 +427,7 @@ class Trainer(TrainerKnobs):
         """Load the model and make the runtime."""
         from operators.training.runtime import TrainerRuntime
 
-        return TrainerRuntime.build(self, context)
+        return TrainerRuntime.build(self.settled(context.devices.chosen), context)
 
     def follower(self, context: Context, settings: Mapping[str, Any]) -> Callable[[int, int], int]:
         """What a rank runs on another host than rank 0's
@@ -387,7 +435,7 @@ class Trainer(TrainerKnobs):
         """
         from operators.training.parallel.launch import follower
 
-        return follower(self, context, settings)
+        return follower(self.settled(context.devices.chosen), context, settings)
 
     def replay(self, script: "ReplayScript") -> Iterator[Mapping[str, float]]:
         """Train a run's recorded steps again, for `dataflow replay`: `loss` and `grad_norm` of

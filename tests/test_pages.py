@@ -131,10 +131,10 @@ SHAPES = {
 @pytest.mark.parametrize(
     ("command", "more", "devices", "gib", "step_s"),
     [
-        (0, "", "1xH100", 19, 2.9),
-        (0, "--lora --lr 1e-5", "1xRTX4090", 13, 6.3),
-        (0, "--lora --lr 1e-5", "1xA10G", 13, 12),
-        (1, "", "8xH100", 40, 5.3),
+        (0, "", "1xH100", 15, 2.9),
+        (0, "--lora --lr 1e-5", "1xRTX4090", 10, 6.3),
+        (0, "--lora --lr 1e-5", "1xA10G", 10, 12),
+        (1, "", "8xH100", 51, 4.2),
     ],
 )
 def test_the_commands_of_the_readme_are_taken_and_take_what_it_says(

@@ -1,4 +1,4 @@
-"""How long a search takes: Llama-405B on 1,024 H100, and a thousand placements of Llama-8B.
+"""How long a search takes: Llama-405B on 1,024 H200, and a thousand placements of Llama-8B.
 
 python -m bench.foresight --search --json OUT         # nothing is run but the search
 """
@@ -69,14 +69,14 @@ def search(path: Path | None) -> int:
     report, console, devices = (
         Report("foresight", path),
         Console(width=170),
-        read_devices("1024xH100"),
+        read_devices("1024xH200"),
     )
     with tempfile.TemporaryDirectory(prefix="search-") as folder:
         graph = build(LARGE, Path(folder))
         began, worked = time.perf_counter(), time.process_time()
         single = foresee(graph, devices, gpus={"generator": 512, "trainer": 512}, steps=STEPS)
         report.add(
-            case="1,024 H100",
+            case="1,024 H200",
             system="405 B, 512 generate, 512 train",
             placements=1,
             step_s=single.step_s,
@@ -91,7 +91,7 @@ def search(path: Path | None) -> int:
             began, worked = time.perf_counter(), time.process_time()
             choice = choose(built, devices, steps=STEPS, objective=objective)
             report.add(
-                case="1,024 H100",
+                case="1,024 H200",
                 system=name,
                 placements=choice.tried,
                 refused=sum(choice.refused.values()),
@@ -102,7 +102,7 @@ def search(path: Path | None) -> int:
                 asked=choice.ways[0].flags,
             )
         report.add(
-            case="1,024 H100",
+            case="1,024 H200",
             system="405 B, python -m graphs.aipo --gpus auto",
             **command(Path(folder)),
         )
@@ -135,7 +135,7 @@ def command(folder: Path) -> dict[str, float]:
             "--prompts-per-step",
             "128",
             "--foresee",
-            "1024xH100",
+            "1024xH200",
             "--gpus",
             "auto",
             "--steps",

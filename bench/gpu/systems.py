@@ -164,6 +164,7 @@ def ours(model: Any, system: str, load: Load, seconds: float) -> Run:
         graphs=choice["graphs"],
         lag=int(cuda and choice["kernels"]),
     )
+    engine.capture(lambda: time.monotonic() < begun + seconds)
     groups = prompts(load, engine.vocabulary)
 
     def run(tokens: int, until: float) -> list[int]:

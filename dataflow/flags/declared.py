@@ -64,7 +64,7 @@ class Flag:
     @property
     def is_switch(self) -> bool:
         """Whether it is given without a value: `--chat`, `--no-chat`."""
-        return self.kind is bool
+        return self.kinds == (bool,)
 
     @property
     def takes_many(self) -> bool:

@@ -30,6 +30,7 @@ _NAMES = {
     Path: "a path",
     bool: "true or false",
 }
+_NONE = ("None", "none", "null")
 _VALUE = "value"
 
 
@@ -64,14 +65,16 @@ class Words:
             if flag.takes_many and self.place:
                 return _read(flag.kind, [], self)
             raise FlagError(f"{self.name} has no value, but takes {expected(flag)}")
-        if flag.may_be_none and words in (["None"], ["none"], ["null"]):
+        if flag.may_be_none and len(words) == 1 and words[0] in _NONE:
             return None
         return _read(flag.kind, words, self)
 
-    def _switched(self) -> bool:
+    def _switched(self) -> bool | None:
         if not self.words:
             return not self.off
         (word,) = self.words
+        if self.flag.may_be_none and word in _NONE:
+            return None
         if self.off or word.lower() not in _SWITCH:
             raise FlagError(f"{self.name} is {word!r}, but takes true or false")
         return _SWITCH[word.lower()]
@@ -80,7 +83,10 @@ class Words:
         """The same on a command line."""
         option = self.flag.option
         if self.flag.is_switch:
-            return [option if self.value() else f"--no-{option[2:]}"]
+            value = self.value()
+            return [
+                f"{option}=none" if value is None else option if value else f"--no-{option[2:]}"
+            ]
         if self.flag.repeats:
             return [f"{option}={word}" for word in self.words]
         return [f"{option}={self.words[0]}"] if len(self.words) == 1 else [option, *self.words]

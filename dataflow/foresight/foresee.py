@@ -271,6 +271,7 @@ def ground_of(
                 f"'{name}' computes with a model and has no devices here; give it some by --gpus"
                 f" {name}=.."
             )
+    trainer = replace(trainer, **placed.placements[trainer.name].chosen)
     bound = next((feedback for feedback in graph.feedbacks if feedback.reader is generator), None)
     sizes = [group_size(graph, source) for source in sources_of(graph, trainer.name)]
     return Foreground(
@@ -505,6 +506,7 @@ def _operation(operator: Operator, placement: Placement, ground: Foreground) -> 
         need=placement.need,
         room_bytes=room,
         kinds={kind.name: many for kind, many in kinds.items()} if placement.gpus else {},
+        choice=placement.choice,
     )
     rollouts = float(ground.trainer.step_prompts * ground.group_size)
     tokens = workload.prompt_tokens + ground.lengths.mean

@@ -4,8 +4,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from dataflow.draw.charts import timeline_svg
-from dataflow.foresight.choice.ways_out import SPARE
 from dataflow.foresight.foresee import Foreseen
+from dataflow.planning.memory_need import SPARE
 from dataflow.planning.placement import amount, table
 
 _DRAWN_STEPS = 6
@@ -37,6 +37,11 @@ def lines(foreseen: Foreseen, prices: Mapping[str, float] | None = None) -> str:
             f"each rank of '{operation.node}' needs at least {operation.need}"
             for operation in foreseen.operations
             if operation.need
+        ),
+        *(
+            f"left to the plan, '{operation.node}' has {operation.choice}"
+            for operation in foreseen.operations
+            if operation.choice
         ),
         *(
             f"'{operation.node}' leaves {amount(operation.room_bytes - operation.need_bytes)} for"

@@ -4,6 +4,7 @@ simulation takes it.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
@@ -36,7 +37,11 @@ from dataflow.planning.model_size import ModelSize, bytes_of
 from dataflow.planning.placement import Need
 from dataflow.planning.plan import Plan
 from dataflow.planning.wiring import edges
+from dataflow.rules import begins_early
 from dataflow.structure import Structure, episodes_of
+
+_COUNTED = ("weights", "KV-cache", "a forward pass", "captured steps")
+"""Of a generator's need, what its rates count, the last two in the share that no cache takes."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,6 +60,8 @@ class Operation:
     need: Need | None
     """Memory of one rank, at least."""
     room_bytes: int | None
+    choice: str = ""
+    """As `Placement.choice`."""
     kinds: Mapping[str, int] = field(default_factory=dict)
     """Its accelerators, by kind."""
     at_once: float = 0.0
@@ -212,14 +219,12 @@ class Foreground:
 
     def reserved_bytes(self, operator: Operator) -> float:
         """Bytes on one replica's devices that neither weights nor cache use: layers that adapters
-        are merged into, and a version in shared memory.
+        are merged into, and a version that arrives.
         """
         need = self.plan.placements[operator.name].need
         if need is None or self.on_cpu:
             return 0.0
-        other_bytes = sum(
-            part for name, part in need.parts.items() if name not in ("weights", "KV-cache")
-        )
+        other_bytes = sum(part for name, part in need.parts.items() if name not in _COUNTED)
         return float(other_bytes * self.plan.placements[operator.name].ranks)
 
     @property
@@ -416,6 +421,12 @@ def _trainer_costs(ground: Foreground, *, shared: bool) -> TrainerCosts:
         token_s=passes_s / tokens,
         weights_s=ground.weights_s,
         shared=learners.ranks * ground.plan.placements[trainer.name].threads if shared else 0,
+        part_tokens=math.inf
+        if trainer.name in ground.in_turn
+        or not trainer.traits.training.begins_early
+        or not begins_early(ground.max_staleness, on_cpu=ground.on_cpu)
+        else trainer.traits.training.micro_batch_tokens
+        * (learners.ranks // trainer.traits.split.tensor_parallel),
     )
 
 

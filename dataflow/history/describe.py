@@ -112,6 +112,7 @@ def plan_facts(graph: Graph, plan: "Plan") -> dict[str, Any]:
             "ranks": place.ranks,
             "replicas": place.replicas,
             "gpus": len(place.gpus),
+            **({"chosen": dict(place.chosen)} if place.chosen else {}),
         }
         for node, place in plan.placements.items()
     }

@@ -6,7 +6,7 @@ import dataclasses
 import json
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -86,6 +86,8 @@ def replay(graph: Graph, wishes: Wishes) -> Iterator[Compared]:
     node = _trainer(graph, wishes.trainer)
     trainer = graph.operators[node]
     assert isinstance(trainer, Learn), "it trains"
+    if wishes.device != "cpu":
+        trainer = replace(trainer, **recorded.chosen.get(node, {}))
     out = Path(wishes.out).absolute() if wishes.out else None
     if out is not None and out.resolve().is_relative_to(folder.path):
         raise RunError(

@@ -93,6 +93,15 @@ class RecordedRun:
         )
 
     @property
+    def chosen(self) -> dict[str, Mapping[str, Any]]:
+        """By node, the knobs that its plan chose."""
+        return {
+            node: place["chosen"]
+            for node, place in self.config.get("placed", {}).items()
+            if "chosen" in place
+        }
+
+    @property
     def part(self) -> int:
         """How often the run was taken up, this time included."""
         return 1 + len(self.config.get("resumed", []))

@@ -111,6 +111,7 @@ class PlanInputs:
     message_bytes: int = MESSAGE_BYTES
     link_gbps: float | None = None
     place: Place = field(default_factory=dict)
+    chosen: Mapping[str, Mapping[str, Any]] | None = None
 
     @property
     def arguments(self) -> dict[str, Any]:

@@ -2,14 +2,15 @@
 pure functions.
 """
 
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
 
 from dataflow.errors import GraphError
 from dataflow.node import Generate, Learn, Operator
 from dataflow.planning.model_size import ModelSize, bytes_of
 from dataflow.planning.placement import Need, Spot, amount
-from dataflow.structure import Structure, group_size, refreshes_of, sources_of
+from dataflow.structure import Structure, group_size, readers_of, refreshes_of, sources_of
 
 # What a trainer holds of a micro-batch while it computes, by a model's widths: pure arithmetic.
 
@@ -29,9 +30,6 @@ class Passes:
     size: ModelSize
     wide: bool
     """Whether products are in float32, else in a type of two bytes."""
-    masters: bool
-    """Whether layers compute with float32 weights, which are cast on the way: those of one rank
-    without adapters."""
     trains: bool = True
     """Whether all weights are trained, else adapters alone."""
     rank: int = 0
@@ -40,6 +38,8 @@ class Passes:
     checkpointed: bool = False
     shares: int = 1
     """Ranks that share out each layer."""
+    gathers: bool = False
+    """Whether a layer's weights lie on several ranks, which gather them for it (FSDP2)."""
     on_gpu: bool = True
 
     @property
@@ -66,46 +66,101 @@ class Passes:
         """
         if self.wide:
             return 24 if self.trains else 16
-        if not self.trains:
-            return 18
-        return 26 if self.masters else 16
+        return 16 if self.trains else 18
 
     @property
     def of_input(self) -> int:
         """Bytes of a number that goes into a layer."""
-        return 4 if self.wide or self.masters else 2
+        return 4 if self.wide else 2
 
     def at_most(self, tokens: int) -> int:
         """Bytes where a micro-batch of so many tokens is furthest: at the end of the forward pass,
-        or where the backward pass has begun and the head's gradient is there.
+        where the backward pass has begun and the head's gradient is there, or in a layer's backward
+        pass.
         """
         size = self.size
-        casts = 2 * size.linear_numbers if self.masters and not self.wide else 0
+        ends = self._head(tokens)
         if self.checkpointed:
-            inputs = self.of_input * size.width * size.layers * tokens
-            return inputs + max(
-                casts + self._head(tokens, False), self._head(tokens, True), self.one_layer(tokens)
-            )
-        return casts + self.of_layer * size.layers * tokens + self._head(tokens, True)
+            kept = self.of_input * size.width * size.layers * tokens
+            again = self.of_layer * tokens
+        else:
+            kept, again = self.of_layer * size.layers * tokens, 0
+        last = self._backward(tokens) + again + self._reduced(size.largest_end)
+        before = self._backward(tokens) + self._reduced(self._layer)
+        before += again or -self.of_layer * tokens  # of a layer that is done, where all were kept
+        ahead = self._gathered(size.largest_end + self._layer)
+        return kept + max(ends + ahead, last, before if size.layers > 1 else 0)
 
     def one_layer(self, tokens: int) -> int:
         """Bytes at the end of the backward pass: the first layer's, or the second gradient of
         weights that embedding and head have in common.
         """
         size, layers = self.size, max(1, self.size.layers)
-        casts = 2 * size.linear_numbers // layers if self.masters and not self.wide else 0
+        layer = self.of_layer * tokens + self._backward(tokens)
         return max(
-            casts + self.of_layer * tokens, 4 * size.largest_end if size.tied and self.trains else 0
+            layer + self._reduced(self._layer if layers > 1 else size.largest_end),
+            4 * size.largest_end if size.tied and self.trains else 0,
         )
 
-    def _head(self, tokens: int, backward: bool) -> int:
+    @property
+    def _layer(self) -> int:
+        """Numbers of a layer that this rank computes with."""
+        return self.size.linear_numbers // max(1, self.size.layers) // self.shares
+
+    def _backward(self, tokens: int) -> int:
+        """Bytes in a layer's backward pass beside what it kept: two gradients of the MLP's width
+        and, of weights that are gathered, its own and the next one's, with the gradient of its last
+        matrix.
+        """
+        size, nbytes = self.size, 4 if self.wide else 2
+        inner = nbytes * size.inner // self.shares
+        gradient = inner * size.width if self.gathers and self.trains else 0
+        return 2 * inner * tokens + self._gathered(2 * self._layer) + gradient
+
+    def _gathered(self, numbers: int) -> int:
+        """Bytes of so many weights of other ranks, which are here for a while."""
+        return (4 if self.wide else 2) * numbers if self.gathers else 0
+
+    def _reduced(self, numbers: int) -> int:
+        """Bytes of their gradients in float32, on the way to the ranks that add them up."""
+        return 4 * numbers if self.gathers and self.trains else 0
+
+    def _head(self, tokens: int) -> int:
         size = self.size
         vocabulary = size.largest_end // size.width if size.width else 0
         logits = tokens * vocabulary
         logits_kept = int(min(_MOST_KEPT * logits, _KEPT_OF_WEIGHT * size.largest_end))
-        gradient = self.of_input * size.largest_end if backward and self.trains else 0
+        gradient = self.of_input * size.largest_end if self.trains else 0
         slices = 2 * min(_SLICE if self.on_gpu else _CPU_SLICE, logits)
         return 4 * (logits_kept + slices) + gradient + _ENDS * size.width * tokens
+
+
+FILLED = 0.92
+"""Of a GPU, what a generator fills whose cache takes what is free; the rest is for what no tensor
+shows: CUDA's context, nodes of graphs, buffers of NCCL, holes."""
+SPARE = 0.93
+"""Of a device's memory, what a plan takes that chooses or advises: frameworks, and holes between
+tensors, have the rest."""
+
+
+def by_way(operator: Operator, knobs: Mapping[str, Any]) -> Operator:
+    """The operator with other values of these knobs."""
+    return replace(operator, **knobs) if knobs else operator
+
+
+def first_way(
+    operator: Operator, needs: Callable[[Operator], Need | None], room: int
+) -> Mapping[str, Any]:
+    """The first of its `ways` that leaves enough of a device free, the last where none does; none
+    where nothing is left to choose. room: bytes of a device; 0: unknown, and the first is as good
+    as any.
+    """
+    ways = operator.traits.training.ways
+    for knobs in ways:
+        need = needs(by_way(operator, knobs))
+        if need is None or not room or need.total <= SPARE * room:
+            return knobs
+    return ways[-1] if ways else {}
 
 
 class DoesNotFit(GraphError):
@@ -132,8 +187,7 @@ def need_of(
 
     on_gpu: whether its devices are accelerators. in_turn: whether it takes turns on its devices
     with others. trainer_ranks: of the trainer whose versions it reads. What cannot be told is left
-    out: frameworks' own memory, buffers of a step, a cache that takes what is free beyond one
-    rollout.
+    out, frameworks' own memory; of a cache that takes what is free, one rollout counts.
     """
     model = operator.uses
     if size is None or model is None:
@@ -147,8 +201,14 @@ def need_of(
     parts = {name: whole // shares for name, whole in parts.items()}
     if shares > 1 and not operator.trains and not isinstance(operator, Generate):
         parts["embedding or head while it computes"] = size.largest_end * bytes_of(model.dtype)
+    grows: dict[str, int] = {}
     if isinstance(operator, Generate):
         parts["KV-cache"] = _cache(operator, size, bytes_of(model.dtype), ranks)
+        if on_gpu and operator.traits.capacity.cache_bytes is None:
+            grows = {"rollout": parts["KV-cache"], "slots": operator.traits.capacity.slots}
+        if on_gpu:
+            parts["a forward pass"] = _forward_pass(operator, size, bytes_of(model.dtype), ranks)
+            parts["captured steps"] = _decode_step(operator, size, bytes_of(model.dtype), ranks)
     if operator.trains:
         _with_passes(
             parts,
@@ -161,7 +221,7 @@ def need_of(
         )
     if on_gpu:
         parts["version on its way"] = _version(graph, operator, size, ranks, in_turn, trainer_ranks)
-    return Need({name: part for name, part in parts.items() if part})
+    return Need({name: part for name, part in parts.items() if part}, **grows)
 
 
 def asleep_bytes(graph: Structure, operator: Operator, size: ModelSize | None, ranks: int) -> int:
@@ -187,8 +247,8 @@ def _version(
     trainer_ranks: int,
 ) -> int:
     """Bytes of a version between trainer and reader on this operator's accelerator: a trainer of
-    one rank has it on its own; of several ranks, it lies in its reader's buffer, which takes what
-    is free but where devices are shared.
+    one rank has it on its own; of several ranks, it lies in its reader's buffer, and where these
+    copy their weights to be sent, two copies lie on theirs.
     """
     model = operator.uses
     read = [
@@ -197,10 +257,19 @@ def _version(
         if operator.name in (feedback.weights.trainer.name, feedback.reader.name)
     ]
     is_one = (ranks if operator.trains else trainer_ranks) == 1
-    if model is None or not read or not (in_turn or (is_one and operator.trains)):
+    if model is None or not read:
         return 0
+    if not in_turn and operator.trains and not is_one and operator.traits.training.copies_weights:
+        shares = ranks // operator.traits.split.dp_replicate
+        return 2 * size.sent_bytes(model.dtype, model.lora, shares)
+    if not in_turn and is_one != operator.trains:
+        return 0
+    formats = {reader.quantized for reader in readers_of(graph, read[0].weights.trainer.name)}
     return size.sent_bytes(
-        model.dtype, model.lora, 1 if is_one else read[0].reader.traits.split.tensor_parallel
+        model.dtype,
+        model.lora,
+        1 if is_one else read[0].reader.traits.split.tensor_parallel,
+        formats.pop() if len(formats) == 1 else None,
     )
 
 
@@ -216,7 +285,9 @@ def check_fit(needs: Iterable[tuple[str, Spot, Need]], room: Mapping[Spot, int])
         on.setdefault(spot, []).append((process, need))
     for spot, processes in on.items():
         total = sum(need.total for _, need in processes)
-        if room.get(spot) and total > room[spot]:
+        fills = any(need.rollout for _, need in processes)
+        most = int(FILLED * room.get(spot, 0)) if fills else room.get(spot, 0)
+        if most and total > most:
             needs_told = " + ".join(f"'{process}' {need}" for process, need in processes)
             host, device = spot
             place = (
@@ -227,9 +298,9 @@ def check_fit(needs: Iterable[tuple[str, Spot, Need]], room: Mapping[Spot, int])
             place += f" of host '{host}'" if host else ""
             raise DoesNotFit(
                 f"the plan does not fit into {place}: it needs at least {amount(total)} of"
-                f" {amount(room[spot])}; found {needs_told};"
+                f" {amount(most)}; found {needs_told};"
                 f" {_ways_out(need for _, need in processes)}",
-                missing=total - room[spot],
+                missing=total - most,
             )
 
 
@@ -245,6 +316,34 @@ def _cache(operator: Generate, size: ModelSize, nbytes: int, ranks: int) -> int:
         if traits.capacity.cache_bytes is None
         else max(sequence, min(traits.capacity.cache_bytes, sequence * traits.capacity.slots))
     )
+
+
+def _forward_pass(operator: Generate, size: ModelSize, nbytes: int, ranks: int) -> int:
+    """Bytes of a generator's largest forward pass, whose tokens all are new, with the draw."""
+    tokens = operator.traits.capacity.prefill_tokens
+    return tokens * _inferred(size, nbytes, ranks) + _drawn(operator, size, nbytes)
+
+
+def _decode_step(operator: Generate, size: ModelSize, nbytes: int, ranks: int) -> int:
+    """Bytes that captured decode steps keep: what one of all slots takes."""
+    return operator.traits.capacity.slots * _inferred(size, nbytes, ranks) + _drawn(
+        operator, size, nbytes
+    )
+
+
+def _inferred(size: ModelSize, nbytes: int, ranks: int) -> int:
+    """Bytes of a token in the fullest place of a layer without gradients: in its attention, its
+    MLP, or a norm in float32.
+    """
+    attention = 4 * size.width + (5 * size.query_width + 4 * size.key_width) // ranks
+    products = 4 * size.width + 3 * size.inner // ranks
+    return max(nbytes * max(attention, products), (nbytes + 12) * size.width)
+
+
+def _drawn(operator: Generate, size: ModelSize, nbytes: int) -> int:
+    """Bytes of the logits of all slots, in the model's type and three times in float32."""
+    vocabulary = size.largest_end // size.width if size.width else 0
+    return operator.traits.capacity.slots * vocabulary * (nbytes + 12)
 
 
 def _with_passes(
@@ -267,23 +366,20 @@ def _with_passes(
     passes = Passes(
         size=size,
         wide=model.dtype == "float32",
-        masters=model.lora is None and not gathers,
         trains=model.lora is None,
         rank=model.lora.rank if model.lora is not None else 0,
         compiled=traits.training.compiled,
         on_gpu=on_gpu,
         checkpointed=traits.training.gradient_checkpointing,
         shares=traits.split.tensor_parallel,
+        gathers=gathers,
     )
+    if not gathers and not passes.wide:
+        parts["compute copies"] = parts["gradients"] * bytes_of(model.dtype) // 4
     tokens, is_only = _micro_batch(graph, operator)
     activations = passes.at_most(tokens)
     if is_only:  # gradients come as activations go
         activations = max(activations - parts["gradients"], passes.one_layer(tokens))
-    if gathers:
-        nbytes = bytes_of(model.dtype)
-        layer = size.linear_numbers // max(1, size.layers) // traits.split.tensor_parallel
-        ends = size.largest_end * (1 if size.tied else 2)
-        parts["gathered"] = nbytes * (2 * layer + ends) + 4 * max(layer, size.largest_end)
     if away:
         moments = parts.pop("optimiser")
         parts["optimiser at the update" if moments > activations else "activations"] = max(
@@ -294,8 +390,8 @@ def _with_passes(
 
 
 def _micro_batch(graph: Structure, operator: Operator) -> tuple[int, bool]:
-    """Tokens of a micro-batch, no more than the completions of a step may have, and whether a step
-    has no other.
+    """Tokens of a micro-batch, no more than the completions of a step may have and no less than one
+    of them, and whether a step has no other.
     """
     tokens = operator.traits.training.micro_batch_tokens
     generators = [op for op in graph.operators.values() if isinstance(op, Generate)]
@@ -307,8 +403,17 @@ def _micro_batch(graph: Structure, operator: Operator) -> tuple[int, bool]:
     prompts = operator.step_prompts if isinstance(operator, Learn) else 1
     if longest and groups:
         most = prompts * max(groups) * max(longest)
-        return min(tokens, most), most <= tokens
+        return min(max(tokens, *longest), most), most <= tokens
     return tokens, False
+
+
+def rollouts_of(need: Need, room: int) -> tuple[int, int]:
+    """Bytes of a cache that takes what is free of a device with so much room, and rollouts of full
+    length that it holds.
+    """
+    free = int(FILLED * room) - need.total + need.rollout
+    count = min(need.slots, free // need.rollout)
+    return count * need.rollout, count
 
 
 def _ways_out(needs: Iterable[Need]) -> str:
@@ -318,4 +423,9 @@ def _ways_out(needs: Iterable[Need]) -> str:
         ways += ["Model(lora=...)", "lower micro_batch_tokens or set gradient_checkpointing"]
     if "KV-cache" in parts:
         ways.append("lower cache_bytes or context_tokens")
+    if {"KV-cache", "version on its way"} <= parts:
+        ways.append(
+            'Generator(tensor_parallel=...), weights="fp8" or accelerators with more memory, as two'
+            " versions have to fit"
+        )
     return ", or ".join(ways)

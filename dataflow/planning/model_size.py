@@ -117,9 +117,15 @@ class ModelSize:
         count = self.parameters if lora is None else self._adapters(lora)
         return count * (4 * bool(refresh.decay) + _BYTES[dtype] * (refresh.every > 1))
 
-    def sent_bytes(self, dtype: str, lora: LoRA | None = None, ranks: int = 1) -> int:
-        """Of a version on its way to a reader, the most that one of its ranks takes."""
-        return _BYTES[dtype] * (self.parameters if lora is None else self._adapters(lora)) // ranks
+    def sent_bytes(
+        self, dtype: str, lora: LoRA | None = None, ranks: int = 1, quantized: str | None = None
+    ) -> int:
+        """Of a version on its way to a reader, the most that one of its ranks takes. quantized: as
+        `parts` has it.
+        """
+        if lora is not None:
+            return _BYTES[dtype] * self._adapters(lora) // ranks
+        return self.parts(dtype, False, None, quantized)["weights"] // ranks
 
     def _adapted(self, lora: LoRA) -> list[tuple[str, int, int]]:
         return [

@@ -2,6 +2,7 @@
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from dataflow.node import Split
 from dataflow.planning.hosts import Devices, Host, named
@@ -16,6 +17,10 @@ class Need:
 
     parts: Mapping[str, int] = field(default_factory=dict)
     """By purpose; at least so many."""
+    rollout: int = 0
+    """Of a KV-cache that takes what is free, those of one rollout of full length."""
+    slots: int = 0
+    """Rollouts that it is to hold at most."""
 
     @property
     def total(self) -> int:
@@ -60,6 +65,13 @@ class Placement:
     """Memory that one process needs at least; None: unknown or small."""
     port: int = 0
     """On which each replica listens; 0: on none, or on any that is free."""
+    chosen: Mapping[str, Any] = field(default_factory=dict)
+    """Values of the knobs that the plan chose; see `TrainingTraits.ways`."""
+
+    @property
+    def choice(self) -> str:
+        """The same for people: `compile=True, micro_batch_tokens=4096`; else empty."""
+        return ", ".join(f"{knob}={value}" for knob, value in self.chosen.items())
 
     @property
     def memory_bytes(self) -> int | None:

@@ -144,6 +144,7 @@ def _placement(
         threads_there=tuple(threads_each) if is_uneven else (),
         need=part.need,
         port=part.port,
+        chosen=part.chosen,
     )
 
 
@@ -159,4 +160,5 @@ def needs_of(placement: Placement) -> NodeNeeds:
         may_spread=bool(placement.rank_hosts),
         split=placement.split,
         port=placement.port,
+        chosen=placement.chosen,
     )

@@ -1,9 +1,10 @@
 """Which worker runs what, on which devices: a pure function of graph and devices."""
 
-from collections.abc import Iterable, Mapping, Sequence
+import contextlib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
-from typing import Literal
+from functools import cached_property, partial
+from typing import Any, Literal
 
 from dataflow.check import check, too_large_groups
 from dataflow.draw.picture import DeviceFrame
@@ -34,7 +35,15 @@ from dataflow.planning.gpu_groups import (
 from dataflow.planning.gpu_groups import explain as explain_turns
 from dataflow.planning.hosts import Devices, named
 from dataflow.planning.inputs import Place, digest, read_place
-from dataflow.planning.memory_need import asleep_bytes, check_fit, need_of
+from dataflow.planning.memory_need import (
+    SPARE,
+    asleep_bytes,
+    by_way,
+    check_fit,
+    first_way,
+    need_of,
+    rollouts_of,
+)
 from dataflow.planning.model_size import ModelSize
 from dataflow.planning.placement import (
     Need,
@@ -236,6 +245,18 @@ class Plan:
             for (label, where), nodes in groups.items()
         ]
 
+    def _caches(self) -> Iterator[str]:
+        """What caches take that take what is free."""
+        room = self.devices.gpu_memory_bytes
+        for placement in self.placements.values():
+            need = placement.need
+            if need is not None and need.rollout and room:
+                nbytes, count = rollouts_of(need, room)
+                yield (
+                    f"the KV-cache of each rank of '{placement.node}' takes what is left:"
+                    f" {amount(nbytes)}, {count} rollouts of full length at once"
+                )
+
     def explain(self) -> str:
         """The plan as a table."""
         rows = [["node", "worker", "replicas", "ranks", "devices", "memory"]]
@@ -268,6 +289,13 @@ class Plan:
             f"each process of '{placement.node}' needs at least {placement.need}"
             for placement in self.placements.values()
             if placement.need is not None
+        ]
+        lines += [*self._caches()]
+        lines += [
+            f"left to the plan, '{placement.node}' has {placement.choice}: the fastest way that"
+            f" leaves {1 - SPARE:.0%} of a device free, as far as its size is known, else the least"
+            for placement in self.placements.values()
+            if placement.chosen
         ]
         lines += explain(self.weight_paths)
         lines += [*explain_turns(self.turns, self.placements)]
@@ -304,6 +332,7 @@ def plan(
     weights: str | None = None,
     message_bytes: int = MESSAGE_BYTES,
     place: Place | None = None,
+    chosen: Mapping[str, Mapping[str, Any]] | None = None,
     one_process: bool = False,
 ) -> Plan:
     """Map the graph onto devices.
@@ -320,6 +349,8 @@ def plan(
         message_bytes: most bytes of one message on a data edge; a larger group goes in parts.
         place: by node, the host of its replicas, or several that they take in turn, or that the
             ranks of a trainer are spread over; others are placed as `seats` says.
+        chosen: by node, knobs that an earlier plan chose and the run keeps (`Placement.chosen`);
+            None: they are chosen now, by what fits.
         one_process: all operators run in one.
 
     Raises GraphError for unknown nodes and hosts, for more devices than there are, for ranks that
@@ -371,12 +402,24 @@ def plan(
                 f"{nearest(name, graph.operators)}; name one of these"
             )
     counts, turns = count_gpus(gpus, devices), groups_of(graph, gpus)
-    parts = _parts(graph, counts, replicas, ranks, sizes, one_process, turns)
     neighbours = neighbours_of(graph, workers_of(graph))
-    placements = placed(graph, parts, devices, turns, read_place(place, devices), neighbours)
-    check_ports(placements)
-    asleep = _asleep(graph, placements, turns, sizes)
-    check_fit([*_needs(placements, turns), *asleep], devices.room)
+
+    def placed_in(room: int) -> dict[str, Placement]:
+        """Where nodes are whose knobs are chosen by so much memory of an accelerator."""
+        parts = _parts(graph, counts, replicas, ranks, sizes, one_process, turns, room, chosen)
+        placements = placed(graph, parts, devices, turns, read_place(place, devices), neighbours)
+        check_ports(placements)
+        asleep = _asleep(graph, placements, turns, sizes)
+        check_fit([*_needs(placements, turns), *asleep], devices.room)
+        return placements
+
+    rooms = {host.gpu_memory_bytes for host in devices.machines if host.gpus} or {0}
+    *larger, least = sorted(rooms, reverse=True)
+    placements = None
+    for room in larger:
+        with contextlib.suppress(GraphError):
+            placements = placements or placed_in(room)
+    placements = placements or placed_in(least)
     made_plan = Plan(
         placements=placements,
         bounds=bounds_of(graph, steps),
@@ -418,6 +461,8 @@ def _parts(
     sizes: Mapping[str, ModelSize],
     one_process: bool,
     turns: Sequence[Group],
+    room: int,
+    chosen: Mapping[str, Mapping[str, Any]] | None,
 ) -> dict[str, NodeNeeds]:
     """How often each node runs, as how many ranks, and what each needs."""
     parts: dict[str, NodeNeeds] = {}
@@ -435,15 +480,21 @@ def _parts(
         model, ranks_each = operator.uses, shares[name]
         count = gpus[name] // ranks_each if name in gpus else replicas.get(name, 1)
         check_replicas(operator, count)
-        need = need_of(
+        needs = partial(
+            need_of,
             graph,
-            operator,
-            sizes.get(model.source) if model else None,
-            ranks_each,
+            size=sizes.get(model.source) if model else None,
+            ranks=ranks_each,
             on_gpu=name in gpus,
             in_turn=any(name in group for group in turns),
             trainer_ranks=shares.get(trainers.get(name, ""), 1),
         )
+        knobs: Mapping[str, Any] = {}
+        if name in gpus and chosen is None:
+            knobs = first_way(operator, needs, room)
+        elif chosen is not None:
+            knobs = chosen.get(name, {})
+        need = needs(by_way(operator, knobs))
         parts[name] = NodeNeeds(
             replicas=count,
             ranks=ranks_each,
@@ -452,6 +503,7 @@ def _parts(
             may_spread=isinstance(operator, Spreads),
             split=operator.traits.split,
             port=operator.traits.port,
+            chosen=knobs,
         )
     return {name: parts[name] for name in dict.fromkeys([*gpus, *parts])}
 

@@ -22,7 +22,7 @@ import heapq
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from dataflow.errors import GraphError
 from dataflow.node import Split
@@ -83,6 +83,8 @@ class NodeNeeds:
     split: Split = Split()
     port: int = 0
     """On which each replica listens; 0: on none, or on any that is free."""
+    chosen: Mapping[str, Any] = field(default_factory=dict)
+    """As of its `Placement`."""
 
     def of_ranks(self, ranks: int) -> NodeNeeds:
         """The needs of so many ranks of a replica, on a host."""

@@ -369,6 +369,7 @@ class NodeLoops:
                 threads=placement.threads_of(settings.replica),
                 ranks=placement.ranks,
                 places=self._places,
+                chosen=placement.chosen,
                 aside=self._aside(name),
                 turn_files=self._taking_turns[name].files if name in self._taking_turns else (),
             ),

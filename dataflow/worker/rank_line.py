@@ -419,6 +419,7 @@ def context_of(graph: Graph, plan: Plan, settings: Settings, node: str) -> Conte
             threads=placement.threads_of(settings.replica),
             ranks=placement.ranks,
             places=places_of(settings),
+            chosen=placement.chosen,
         ),
         log=node_log(node),
     )

@@ -29,16 +29,24 @@ class TrainingFlags:
     """AdamW's, of matrices."""
     max_grad_norm: float = 1.0
     """Gradients above this norm are scaled down to it; inf: never."""
-    micro_batch_tokens: int = 8192
-    """Tokens of one forward and backward; less takes less memory."""
-    gradient_checkpointing: bool = False
-    """Keep no activations within a layer, compute them again: less memory, a third more time."""
+    micro_batch_tokens: int | None = None
+    """Tokens of one forward and backward; less takes less memory. 8,192, or what fits into
+    accelerators, when left out."""
+    gradient_checkpointing: bool | None = None
+    """Keep no activations within a layer, compute them again: less memory, a third more time. Where
+    nothing else fits when left out."""
     offload: bool = False
     """Between steps, keep the optimiser's state in main memory: for devices that are shared."""
     checkpoint_every: int | None = None
     """Steps between checkpoints that stay; the last step's alone when left out."""
     save_total_limit: int | None = None
     """Of those of --checkpoint-every so many stay, the newest; all when left out."""
+
+    @property
+    def reading(self) -> dict[str, Any]:
+        """The knobs of what reads rollouts beside the trainer."""
+        tokens = self.micro_batch_tokens
+        return {} if tokens is None else {"micro_batch_tokens": tokens}
 
     @property
     def training(self) -> dict[str, Any]:

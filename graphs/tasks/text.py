@@ -81,7 +81,7 @@ class TrainedText(RowFlags, TrainingFlags, GenerationFlags, AdapterFlags):
             Model(source, head="score", dtype=self.dtype).frozen(),
             name="reward",
             chat=self.chat,
-            micro_batch_tokens=self.micro_batch_tokens,
+            **self.reading,
         )
 
     @property
@@ -178,7 +178,7 @@ class TextTask(TrainedText):
         """What reads rollouts with a model that stays as it is: the policy at the start, or
         another.
         """
-        usual = {"micro_batch_tokens": self.micro_batch_tokens, "temperature": self.temperature}
+        usual = {"temperature": self.temperature, **self.reading}
         return Logprobs((model or self.model).frozen(), **{**usual, **knobs})
 
     def values(self, source: str = "") -> Values:
@@ -187,4 +187,4 @@ class TextTask(TrainedText):
         """
         start = source or self.policy
         critic = replace(self.model, source=start, head="value", name="critic", lora=None)
-        return Values(critic, micro_batch_tokens=self.micro_batch_tokens)
+        return Values(critic, **self.reading)

@@ -1,12 +1,9 @@
-"""Keys and values in pages, the new tokens of a step laid out, and attention over both,
-registered with transformers.
-
-Axes: P pages, H key/value heads, D width of a head.
+"""Keys and values in pages, and attention over them, registered with transformers.
 
 The model is called on one flattened sequence of N tokens: first the newest token of each active
 row, then the tokens of new prefixes, one after the other without padding. Axes: n active rows, P
-pages, W pages of a row, I new prefixes, Q new tokens of one, L positions, H query heads, K
-key/value heads, D width of a head.
+pages, W pages of a row, L positions, H query heads, K key/value heads (H too, of pages), D width of
+a head.
 """
 
 from __future__ import annotations
@@ -19,16 +16,12 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import numpy as np
-import psutil
 import torch
-import torch.nn.functional as F
 
 from dataflow.records import AnyArray
 from operators.engine.pages import PAGE, Prefix, pages_for
+from operators.engine.prefill import NewTokens, prefill, write
 from operators.models.folders import ModelError
-
-CPU_SHARE, GPU_SHARE = 0.5, 0.85
-"""Part of the memory free now that the cache may grow to when no budget is given."""
 
 
 class KVCache:
@@ -120,17 +113,6 @@ def page_count(*, slots: int, context_tokens: int, token_bytes: int, budget: int
     return min(affordable, slots * slot_pages)
 
 
-def default_budget(device: torch.device, weights: int) -> int:
-    """Bytes the cache may take when nobody says: a share of what is free on the device now.
-
-    weights: bytes of the model, of which a second version arrives on a GPU beside the one that is
-    computed with.
-    """
-    if device.type == "cuda":
-        return int(GPU_SHARE * max(0, torch.cuda.mem_get_info(device)[0] - weights))
-    return int(CPU_SHARE * psutil.virtual_memory().available)
-
-
 def huge_pages(nbytes: int) -> torch.Tensor:
     """Zeros uint8 [nbytes] on huge pages where the system gives them; memory is taken when first
     written.
@@ -139,19 +121,6 @@ def huge_pages(nbytes: int) -> torch.Tensor:
     if hasattr(mmap, "MADV_HUGEPAGE"):
         memory.madvise(mmap.MADV_HUGEPAGE)
     return torch.frombuffer(memory, dtype=torch.uint8)
-
-
-@dataclass(frozen=True)
-class NewRow:
-    """The new part of the flattened row: M tokens."""
-
-    layout: NewTokens
-    tokens: torch.Tensor
-    """int64 [M]."""
-    positions: torch.Tensor
-    """int64 [M]."""
-    last: AnyArray
-    """Index of each prefix's last token among the M."""
 
 
 class Fused(Protocol):
@@ -176,48 +145,19 @@ class Fused(Protocol):
         """Logits [n + I, V] of the newest tokens [n] at positions [n], and of the new prefixes."""
 
 
-def lay_out(prefixes: Sequence[Prefix], put: Callable[[AnyArray], torch.Tensor]) -> NewRow:
-    """Where everything goes. `put` brings an array onto the device."""
-    counts = np.array([prefix.new for prefix in prefixes])
-    ends = np.cumsum(counts)
-    firsts = ends - counts
-    at = np.arange(int(counts.max()))
-    padded = np.minimum(firsts[:, None] + at, ends[:, None] - 1)
-    packed = np.nonzero((at < counts[:, None]).ravel())[0]
-    positions = np.concatenate([np.arange(p.cached * PAGE, len(p.tokens)) for p in prefixes])
-    source, page = [], []
-    for first, prefix in zip(firsts, prefixes, strict=True):
-        begin, whole, end = (
-            prefix.cached * PAGE,
-            len(prefix.tokens) // PAGE * PAGE,
-            len(prefix.tokens),
-        )
-        place = np.arange(begin, whole)
-        source.append(first + place - begin)
-        page.append(np.asarray(prefix.tables[0], np.int64)[place // PAGE])
-        tail = np.arange(max(whole, begin), end)
-        if len(tail):
-            for table in prefix.tables:
-                source.append(first + tail - begin)
-                page.append(np.full(len(tail), table[whole // PAGE], np.int64))
-    sources = np.concatenate(source)
-    new = NewTokens(
-        padded=put(padded),
-        packed=put(packed),
-        source=put(sources),
-        page=put(np.concatenate(page)),
-        offset=put(positions[sources] % PAGE),
-    )
-    if any(prefix.cached for prefix in prefixes):
-        pages: AnyArray = np.zeros(
-            (len(prefixes), max(len(prefix.tables[0]) for prefix in prefixes)), np.int64
-        )
-        for i, prefix in enumerate(prefixes):
-            pages[i, : len(prefix.tables[0])] = prefix.tables[0]
-        new.before = put(np.array([prefix.cached * PAGE for prefix in prefixes]))
-        new.table = put(pages)
-    tokens = np.concatenate([prefix.tokens[prefix.cached * PAGE :] for prefix in prefixes])
-    return NewRow(new, put(tokens), put(positions), ends - 1)
+def copy_partial_pages(
+    cache: KVCache, new: Sequence[Prefix], put: Callable[[AnyArray], torch.Tensor]
+) -> None:
+    """Give each row of a new prefix its copy of the last page, where that is not full."""
+    pairs: list[tuple[int, int]] = []
+    for prefix in new:
+        last = len(prefix.tokens) // PAGE
+        if len(prefix.tokens) % PAGE:
+            pairs += [(prefix.tables[0][last], table[last]) for table in prefix.tables[1:]]
+    if pairs:
+        origin, target = put(np.array(pairs, np.int64).T)
+        for side in itertools.chain(*cache.layers):
+            side[target] = side[origin]
 
 
 NAME = "dataflow_slots"
@@ -248,28 +188,6 @@ class Kernel(Protocol):
 
 
 @dataclass(eq=False)
-class NewTokens:
-    """The tokens of I new prefixes: where they stand in the sequence, and where their keys and
-    values go.
-    """
-
-    padded: torch.Tensor
-    """Index of each prefix's tokens among the new ones, [I, Q], clamped at its end."""
-    packed: torch.Tensor
-    """Index into the flattened [I * Q] of each new token, [N - n]."""
-    source: torch.Tensor
-    """Index among the new tokens of each key that is written, [w]; one may go to several pages."""
-    page: torch.Tensor
-    """The page it goes to, [w]."""
-    offset: torch.Tensor
-    """Its place in the page, [w]."""
-    before: torch.Tensor | None = None
-    """Positions of each prefix that were there already, [I]; None: none of any."""
-    table: torch.Tensor | None = None
-    """With `before`: pages of each prefix, int64 [I, W]."""
-
-
-@dataclass(eq=False)
 class AttentionLayout:
     """What one forward pass holds, for attention to know; goes through the model as
     `slot_layout`.
@@ -282,13 +200,14 @@ class AttentionLayout:
     """Positions to attend to: the largest of `positions` plus one."""
     table: torch.Tensor
     """Pages of each active row, int32 [n, W]."""
-    runs: torch.Tensor | None = None
-    """Where runs of neighbouring rows begin, and the end, int32 [r + 1]."""
-    shared: torch.Tensor | None = None
-    """How many of their first pages the rows of each run share, int32 [r]; those are full."""
+    runs: Callable[[], tuple[torch.Tensor, torch.Tensor]] | None = None
+    """Says, to a kernel that asks, where runs of neighbouring rows begin, and the end, int32 [r +
+    1], and how many of their first pages the rows of each share, int32 [r]; those are full."""
     new: NewTokens | None = None
     kernel: Kernel | None = None
     """What attends for the active rows; None: torch's operators."""
+    together: bool = False
+    """Whether rows may be tokens of one sequence, each of which attends to those before it."""
     masks: dict[int | None, torch.Tensor] = field(default_factory=dict)
     """By sliding window: 0 where a row attends and -inf elsewhere, float32 [n, 1, L]."""
 
@@ -346,6 +265,8 @@ def attend(
         write(slot_layout.new, values, v[:, active:])
     if active:
         step = slot_layout.kernel or decode
+        if slot_layout.together and slot_layout.kernel is not None:
+            write_newest(slot_layout, keys, values, k[:, :active], v[:, :active])
         now = (q[:, :active], k[:, :active], v[:, :active])
         parts.append(step(*now, keys, values, slot_layout, scale, sliding_window, softcap))
     if slot_layout.new is not None:
@@ -354,9 +275,18 @@ def attend(
     return (parts[0] if len(parts) == 1 else torch.cat(parts))[None], None
 
 
-def write(new: NewTokens, pages: torch.Tensor, fresh: torch.Tensor) -> None:
-    """Put the new keys (or values) [K, N - n, D] where they belong in pages [P, K, PAGE, D]."""
-    pages[new.page, :, new.offset] = fresh.transpose(0, 1)[new.source]
+def write_newest(
+    layout: AttentionLayout,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+) -> None:
+    """Put the key and value [K, n, D] of each active row's newest token into its page."""
+    page = layout.table.gather(1, (layout.positions // PAGE)[:, None])[:, 0].long()
+    offset = layout.positions % PAGE
+    keys[page, :, offset] = key.transpose(0, 1)
+    values[page, :, offset] = value.transpose(0, 1)
 
 
 def decode(
@@ -374,11 +304,8 @@ def decode(
     to [n, H, D].
     """
     n, kv_heads = query.shape[1], key.shape[0]
+    write_newest(layout, keys, values, key, value)
     table = layout.table[:, : -(-layout.longest // PAGE)].long()
-    page = table.gather(1, (layout.positions // PAGE)[:, None])[:, 0]
-    offset = layout.positions % PAGE
-    keys[page, :, offset] = key.transpose(0, 1)
-    values[page, :, offset] = value.transpose(0, 1)
     length = table.shape[1] * PAGE
     past_keys = keys[table].transpose(1, 2).reshape(n, kv_heads, length, -1)
     scores = torch.matmul(
@@ -392,85 +319,6 @@ def decode(
     return torch.matmul(weights.view(n, kv_heads, -1, length), past_values).view(
         n, query.shape[0], -1
     )
-
-
-def prefill(
-    new: NewTokens,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    scale: float,
-    window: int | None,
-    softcap: float | None,
-) -> torch.Tensor:
-    """Causal attention of the new tokens to their prefix and to each other: [N - n, H, D]."""
-    q = query[:, new.padded].transpose(0, 1)
-    if new.before is None or new.table is None:
-        mixed = _causal(
-            q,
-            key[:, new.padded].transpose(0, 1),
-            value[:, new.padded].transpose(0, 1),
-            scale,
-            window,
-            softcap,
-        )
-    else:
-        k, v = (pages[new.table].transpose(1, 2).flatten(2, 3) for pages in (keys, values))
-        place = new.before[:, None, None] + torch.arange(q.shape[2], device=q.device)[:, None]
-        at = torch.arange(k.shape[2], device=q.device)
-        sees = at <= place
-        if window is not None:
-            sees = sees & (at > place - window)
-        mixed = _masked(q, k, v, sees[:, None], scale, softcap)
-    return mixed.transpose(1, 2).flatten(0, 1)[new.packed]
-
-
-def _causal(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    scale: float,
-    window: int | None,
-    softcap: float | None,
-) -> torch.Tensor:
-    """Attention inside each new prompt, [I, H, Q, D]; what lies behind a prompt's end is not
-    used.
-    """
-    length = q.shape[2]
-    if softcap is None and (window is None or window >= length):
-        return F.scaled_dot_product_attention(
-            q, k, v, is_causal=True, scale=scale, enable_gqa=q.shape[1] != k.shape[1]
-        )
-    at = torch.arange(length, device=q.device)
-    sees = at <= at[:, None]
-    if window is not None:
-        sees = sees & (at > at[:, None] - window)
-    return _masked(q, k, v, sees, scale, softcap)
-
-
-def _masked(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    sees: torch.Tensor,
-    scale: float,
-    softcap: float | None,
-) -> torch.Tensor:
-    """Attention under a mask of what each query sees, with scores that may be capped: [I, H, Q,
-    D].
-    """
-    if softcap is None:
-        grouped = q.shape[1] != k.shape[1]
-        return F.scaled_dot_product_attention(
-            q, k, v, attn_mask=sees, scale=scale, enable_gqa=grouped
-        )
-    repeats = q.shape[1] // k.shape[1]
-    scores = torch.matmul(q, k.repeat_interleave(repeats, 1).transpose(2, 3)).float() * scale
-    scores = torch.tanh(scores / softcap) * softcap
-    weights = torch.softmax(scores.masked_fill(~sees, -torch.inf), dim=-1).to(v.dtype)
-    return torch.matmul(weights, v.repeat_interleave(repeats, 1))
 
 
 def register() -> None:

@@ -13,18 +13,20 @@ import torch
 
 from dataflow.records import AnyArray
 from dataflow.runtime import Context
-from dataflow.weight_ends import WeightsIn
+from dataflow.weight_ends import OpensWeights, WeightsIn
 from operators.engine import attention
-from operators.engine.attention import AttentionLayout, Kernel, KVCache, lay_out
+from operators.engine.attention import AttentionLayout, Kernel, KVCache
+from operators.engine.budget import default_budget
 from operators.engine.cuda import available
 from operators.engine.cuda.fuse import fuse_layers
 from operators.engine.decode import Engine
 from operators.engine.interface import DecodingEngine
 from operators.engine.native import attention as native
 from operators.engine.native.fused import FusedStep, supports
-from operators.engine.pages import Prefix, pages_for
+from operators.engine.pages import PAGE, Prefix, pages_for
 from operators.engine.precision import Sliced, cast, quantise, unrounded
 from operators.engine.precision.intake import Intake
+from operators.engine.prefill import lay_out
 from operators.engine.sampler import Sampling
 from operators.engine.stop_strings import StopStrings, stops_of
 from operators.generator import GeneratorKnobs
@@ -190,8 +192,9 @@ def _differences(outputs: Sequence[torch.Tensor], expected: Sequence[torch.Tenso
 def _from_pages(
     model: torch.nn.Module, ids: torch.Tensor, kernel: Kernel | None, sizes: list[int]
 ) -> torch.Tensor:
-    """Logits [tokens - 1, V] of the sequence from its second token on, its beginning in one pass
-    and the rest from pages; to `sizes`, the bytes of a position.
+    """Logits [tokens - 1, V] of the sequence from its second token on: its first page in one pass,
+    its beginning behind that in another, and the rest token by token; to `sizes`, the bytes of a
+    position.
     """
     pages = list(range(pages_for(len(ids))))
     cache = KVCache(len(pages))
@@ -201,25 +204,22 @@ def _from_pages(
 
     table = put(np.array([pages], np.int32))
     prompt = ids[: max(1, len(ids) - DECODED)]
-    fresh = lay_out([Prefix(tokens=prompt.cpu().numpy(), cached=0, tables=[pages])], put)
-    passes = [
-        (
-            prompt,
-            fresh.positions,
-            AttentionLayout(cache, prompt[:0], 0, table[:0], new=fresh.layout),
-        )
-    ]
-    ends = put(np.array([0, 1], np.int32)), put(np.zeros(1, np.int32))
+    whole = Prefix(tokens=prompt.cpu().numpy(), cached=0, tables=[pages])
+    passes = []
+    for part in filter(None, whole.cut(PAGE)):
+        fresh = lay_out([part], put)
+        layout = AttentionLayout(cache, prompt[:0], 0, table[:0], new=fresh.layout)
+        passes.append((fresh.tokens, fresh.positions, layout))
     for place in range(len(prompt), len(ids)):
         positions = put(np.array([place]))
         passes.append(
             (
                 ids[place : place + 1],
                 positions,
-                AttentionLayout(cache, positions, place + 1, table, *ends, kernel=kernel),
+                AttentionLayout(cache, positions, place + 1, table, kernel=kernel),
             )
         )
-    first = torch.arange(1, len(prompt), device=ids.device)
+    first = torch.arange(1, len(passes[0][0]), device=ids.device)
     keeps: list[torch.Tensor | int] = [first, *[0] * (len(passes) - 1)]
     logits = [
         model(
@@ -249,6 +249,9 @@ def _from_pages(
 CONTEXT_TOKENS = 4096
 """Of a model that does not say how many it takes."""
 
+CAPTURE_S = 30.0
+"""Longest time for which steps are captured at the start; what is left is captured in the run."""
+
 
 @dataclass(frozen=True)
 class BuiltEngine:
@@ -274,12 +277,14 @@ def build_native(
     model: torch.nn.Module | None = None,
     sliced: Sliced | None = None,
     merged: Merged | None = None,
+    agreed: Callable[[int], int] = int,
 ) -> BuiltEngine:
     """Load model and tokenizer onto the device of `context`. Raises ModelError when they cannot be
     used.
 
     `model`: loaded already. `sliced`: where it is one rank's slices, how they are quantised.
-    `merged`: what brings adapters into it.
+    `merged`: what brings adapters into it. `agreed`: the cache's bytes that all ranks of the model
+    take, of those that this one has.
     """
     if context.devices.device == "cpu":
         torch.set_num_threads(context.devices.threads)
@@ -306,6 +311,8 @@ def build_native(
         )
     vocabulary = int(model.get_output_embeddings().weight.shape[0])  # type: ignore[operator]
     ends, stop = stops_of(tokenizer, model, declaration.stop, vocabulary, chat=declaration.chat)
+    tensors = dict(model.named_parameters()) if intake is None else intake.tensors
+    arriving = arriving_bytes(context, tensors)
     engine = Engine(
         model,
         slots=declaration.slots,
@@ -317,12 +324,43 @@ def build_native(
         fused=tested.fused if declaration.weights in ("model", "bfloat16") else None,
         token_bytes=tested.token_bytes,
         cache_bytes=declaration.cache_bytes,
+        budget=lambda engine: agreed(default_budget(engine, arriving=arriving)),
+        prefill_tokens=declaration.prefill_tokens,
         on_update=declaration.on_update,
         record_mask=declaration.records_mask,
-        tensors=None if intake is None else intake.tensors,
+        is_checked=sliced is not None,
+        tensors=tensors,
         on_adopt=None if intake is None else intake.adopted,
     )
+    engine.capture(_lasting(CAPTURE_S, context.clock, sliced))
     return BuiltEngine(engine, tokenizer, ends, native=engine)
+
+
+def arriving_bytes(context: Context, tensors: Mapping[str, torch.Tensor]) -> int:
+    """Of the engine's device, what a version of these tensors takes while it arrives: nothing where
+    none comes, or where it lies in the memory of a trainer of one rank on another device.
+    """
+    reader, share = context.weights.reader, context.devices
+    site = reader.site if isinstance(reader, OpensWeights) else None
+    if reader is None or (site is not None and not site.is_sharded and share.aside is None):
+        return 0
+    distinct = {id(tensor): tensor.nbytes for tensor in tensors.values()}
+    return sum(distinct.values())
+
+
+def _lasting(
+    limit_s: float, clock: Callable[[], float], sliced: Sliced | None
+) -> Callable[[], bool]:
+    """Whether this limit has not passed; of several ranks, on none."""
+    end = clock() + limit_s
+
+    def goes_on() -> bool:
+        late = torch.tensor([float(clock() >= end)])
+        if sliced is not None:
+            sliced.largest(late)
+        return not late.item()
+
+    return goes_on
 
 
 def sampling_of(declaration: GeneratorKnobs) -> Sampling:

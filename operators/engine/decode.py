@@ -7,98 +7,46 @@ Axes: n active rows, I new prefixes, V vocabulary, k rows that ended.
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+from dataclasses import replace
+from typing import Any, Literal
 
 import numpy as np
 import torch
 
 from dataflow.folder.partial_rollouts import PartialRollout
 from dataflow.records import AnyArray
+from operators.engine.alternatives import Alternatives
 from operators.engine.attention import (
     AttentionLayout,
     Fused,
     Kernel,
     KVCache,
-    NewRow,
-    default_budget,
-    lay_out,
+    copy_partial_pages,
     page_count,
 )
+from operators.engine.budget import EnginePasses, default_budget
 from operators.engine.cuda.available import drawing
-from operators.engine.cuda.graphs import GraphedDecode
+from operators.engine.cuda.graphs import AHEAD, CudaGraphs, GraphedDecode, Recorder, Repeats
 from operators.engine.cuda.late import LateFlags
 from operators.engine.interface import ABORTED, BROKEN, EndedRollout, PromptStart, Row, begun
-from operators.engine.pages import PAGE, Pages, Prefix, fitting, pages_for
-from operators.engine.rows import Parked, Rows, put, to_park
-from operators.engine.sampler import Sampling, likeliest
+from operators.engine.pages import PAGE, Pages, Prefix, fitting
+from operators.engine.parking import Parked, new_tokens_of, to_park
+from operators.engine.prefill import lay_out
+from operators.engine.rows import Rows, put
+from operators.engine.sampler import Sampling, kind_of, knob_columns
 from operators.engine.stop_strings import StopStrings
 from operators.models.loading import trim_memory
 
-if TYPE_CHECKING:
-    from torch import Tensor
+PREFILL_TOKENS = 2048
+"""Most tokens of prefixes that are computed in one step; what is longer takes several."""
 
-    from operators.engine.sampler import RowSampling
+MIX = 0x9E3779B97F4A7C15 - (1 << 64)
+"""By which a checksum is multiplied, so that it depends on the order of what is added."""
 
-# The likeliest tokens beside each that is drawn, for rollouts that ask for them.
-
-Likeliest: TypeAlias = "list[tuple[int, float]]"
-"""Ids and log-probabilities under the distribution that was drawn from, the likeliest first; none
-of probability 0."""
-
-
-class Alternatives:
-    """By ticket, what might have been drawn at each token of its completion."""
-
-    def __init__(self) -> None:
-        """Begin with none asked for."""
-        self._asked: dict[int, int] = {}
-        self._found: dict[int, list[Likeliest]] = {}
-
-    def __bool__(self) -> bool:
-        """Whether any rollout asks."""
-        return bool(self._asked)
-
-    def ask(self, tickets: Sequence[int], count: int) -> None:
-        """Note so many at each token of these rollouts from now on."""
-        for ticket in tickets if count else ():
-            self._asked[ticket], self._found[ticket] = count, []
-
-    def of(self, ticket: int) -> list[Likeliest]:
-        """What was noted so far; maybe one more than the rollout has tokens."""
-        return self._found.get(ticket, [])
-
-    def take(self, ticket: int) -> list[Likeliest]:
-        """The same, and forget the rollout."""
-        self._asked.pop(ticket, None)
-        return self._found.pop(ticket, [])
-
-    def note(
-        self,
-        tickets: AnyArray,
-        logits: Tensor,
-        sampling: Sampling | RowSampling,
-        seen: Tensor | None,
-    ) -> None:
-        """The newest draw of rows [n] with these tickets, from logits [n, V]."""
-        at = np.flatnonzero(np.isin(tickets, list(self._asked))) if self._asked else ()
-        if not len(at):
-            return
-        most = max(self._asked[ticket] for ticket in tickets[at].tolist())
-        ids, logprobs = (
-            tensor.cpu().numpy()[at] for tensor in likeliest(logits, sampling, most, seen=seen)
-        )
-        for ticket, tokens, values in zip(
-            tickets[at].tolist(), ids.tolist(), logprobs.tolist(), strict=True
-        ):
-            pairs = zip(tokens, values, strict=True)
-            self._found[ticket].append(
-                [pair for pair in pairs if pair[1] > -np.inf][: self._asked[ticket]]
-            )
-
-
-PREFILL_TOKENS = 4096
-"""Most tokens whose keys and values are computed anew in one step (one prefix may have more)."""
+CHECK_STEPS = 64
+"""Steps after which a checksum of the tokens of all of them comes from the device."""
 
 MOST_STOPS = 64
 """Sets of stop strings that are looked for at once before those that no live row has are let go."""
@@ -122,10 +70,13 @@ class Engine:
         fused: Fused | None = None,
         token_bytes: int = 0,
         cache_bytes: int | None = None,
+        budget: Callable[[EnginePasses], int] = default_budget,
+        prefill_tokens: int = PREFILL_TOKENS,
         on_update: Literal["keep", "recompute"] = "keep",
         record_mask: bool = False,
-        graphs: bool | None = None,
+        graphs: bool | Recorder | None = None,
         lag: int | None = None,
+        is_checked: bool = False,
         tensors: Mapping[str, torch.Tensor] | None = None,
         on_adopt: Callable[[], None] | None = None,
     ) -> None:
@@ -136,14 +87,16 @@ class Engine:
             kernel: what `build.adapt` found right; None to attend with torch's operators.
             fused: what `build.adapt` found to compute the whole model; None to call the model.
             token_bytes: bytes of keys and values that one position takes in all layers.
-            cache_bytes: budget of the KV-cache; None: a share of the memory that is free now.
+            cache_bytes: budget of the KV-cache; None: what `budget` gives once all else is there.
+            prefill_tokens: most tokens of prefixes that are computed in one step, at least PAGE.
             on_update: keep the keys and values of unfinished rows when weights change, or recompute
                 them.
             record_mask: record which tokens truncation left, for every token drawn.
-            graphs: replay steps in which nothing starts; None: on a GPU. On the CPU only the way
+            graphs: replay steps, or what records them; None: on a GPU. On the CPU only the way
                 there is the same.
             lag: steps, 0 or 1, after which it is read which rows have ended; None: 1 on a GPU, else
                 0.
+            is_checked: keep `checksum`.
             tensors: what the weight plane writes into; None: the model's parameters.
             on_adopt: called when new weights are in `tensors`, to bring them into the model.
 
@@ -156,9 +109,9 @@ class Engine:
         self.sampling = sampling
         self.tensors = dict(model.named_parameters()) if tensors is None else dict(tensors)
         self.token_bytes = token_bytes
-        self.version = self.steps = self.drawn = self.looked = 0
+        self.version = self.steps = self.drawn = self.looked = self.prefilled = 0
         self.device = next(model.parameters()).device
-        self._stop, self._kernel, self.fused, self._on_adopt = stop, kernel, fused, on_adopt
+        self._stop, self._kernel, self._on_adopt = stop, kernel, on_adopt
         self._recomputes = on_update == "recompute"
         self._record_mask = record_mask
         self.vocabulary = int(model.get_output_embeddings().weight.shape[0])  # type: ignore[operator]
@@ -166,52 +119,90 @@ class Engine:
         self._checked = torch.from_numpy(self._ends).to(self.device, copy=True)
         self._watched: dict[int, StopStrings] = {}
         self._watch(stop)
-        weights = sum(weight.nbytes for weight in model.parameters())
-        budget = default_budget(self.device, weights) if cache_bytes is None else cache_bytes
+        cuda = self.device.type == "cuda"
+        if isinstance(graphs, bool) or graphs is None:
+            recorder: Recorder | None = None
+            if graphs or (graphs is None and cuda):
+                recorder = CudaGraphs(self.device) if cuda else Repeats()
+        else:
+            recorder = graphs
+        self.fused = fused if recorder is None else None
+        ahead = None if recorder is None else AHEAD
+        self.rows = Rows(slots, context_tokens, self.device, ahead=ahead)
+        self._draw = drawing(self.device)
+        if cache_bytes is None:
+            zeros = torch.zeros(2, slots, dtype=torch.int64, device=self.device)
+            drawn = replace(sampling, repetition_penalty=1.0)  # which needs a past
+            passes = EnginePasses(
+                forward=self._call,
+                draw=lambda logits: self._draw(logits, drawn, *zeros[:, : len(logits)]),
+                kernel=kernel,
+                device=self.device,
+                slots=slots,
+                context_tokens=context_tokens,
+                new_tokens=prefill_tokens,
+                token_bytes=token_bytes,
+                captures=recorder is not None,
+            )
+            cache_bytes = budget(passes)
         most = page_count(
-            slots=slots, context_tokens=context_tokens, token_bytes=token_bytes, budget=budget
+            slots=slots, context_tokens=context_tokens, token_bytes=token_bytes, budget=cache_bytes
         )
         self.pages = Pages(most)
         self.cache = KVCache(self.pages.count)
-        cuda = self.device.type == "cuda"
-        graphs = cuda if graphs is None else graphs
-        self.rows = Rows(slots, context_tokens, self.device, fixed=graphs)
-        self._draw = drawing(self.device)
         self._late = LateFlags(
             self.device, slots, 0 if record_mask else int(cuda) if lag is None else lag
         )
         self._early: list[EndedRollout] = []
+        self._checksum = torch.zeros((), dtype=torch.int64, device=self.device)
+        self._places = torch.arange(1, slots + 1 if is_checked else 1, device=self.device)
         self.graphed: GraphedDecode | None = None
-        if graphs:
+        if recorder is not None:
             self.graphed = GraphedDecode(
-                lambda tokens, at, layout: self._call(tokens, at, 0, layout),
+                self._call,
                 self._draw,
                 self.rows,
                 self.cache,
                 kernel,
-                slots=slots,
-                device=self.device,
+                context_tokens=context_tokens,
+                vocabulary=self.vocabulary,
+                recorder=recorder,
             )
-        self.parked = Parked()
+        self.parked = Parked(
+            self.rows, self.pages, most=prefill_tokens, copies=self.fused is not None
+        )
         self.alternatives = Alternatives()
         self._born = 0
 
     @property
     def live(self) -> int:
         """Rollouts that have started and not ended."""
-        return self.rows.n + len(self.parked) + len(self._early)
+        return self.rows.n + self.waiting + len(self._early)
 
     @property
     def waiting(self) -> int:
-        """Those of them that are parked until pages come free."""
+        """Those of them that are parked until pages come free, or whose prompt is being
+        computed.
+        """
         return len(self.parked)
 
     @property
     def free(self) -> int:
-        """Rollouts that may start now, as far as slots go; none while earlier ones wait for
-        pages.
-        """
+        """Rollouts that may start now, as far as slots go; none while earlier ones wait."""
         return 0 if self.parked else self.slots - self.rows.n
+
+    @property
+    def counts(self) -> dict[str, int]:
+        """Tokens of prefixes that were computed, and steps that were replayed."""
+        replayed = 0 if self.graphed is None else self.graphed.replays.replayed
+        return {"prefilled": self.prefilled, "replayed_steps": replayed}
+
+    @property
+    def checksum(self) -> int:
+        """Of the tokens that live rows had in the steps up to the last CHECK_STEPS-th whose flags
+        have come, where it is kept.
+        """
+        return self._late.checksum
 
     @property
     def spare_pages(self) -> int:
@@ -225,40 +216,44 @@ class Engine:
         return fitting(tokens, wanted, pages, idle=idle)
 
     @torch.inference_mode()
+    def capture(self, goes_on: Callable[[], bool]) -> None:
+        """Capture the steps that are replayed, where there are such, as long as `goes_on` says."""
+        if self.graphed is not None:
+            kind = kind_of(knob_columns([self.sampling]))
+            alone = not (kind.repetition_penalty or self._record_mask)
+            self.graphed.capture(kind if alone else None, goes_on)
+
+    @torch.inference_mode()
     def step(self, starts: Sequence[PromptStart] = ()) -> list[EndedRollout]:
-        """Draw one token for every active row and the first token of every row that starts.
+        """Draw one token for every active row and every row whose prompt has been computed.
 
         Rows of `starts` must fit (see `free` and `fitting`). Returns the rows that ended.
         """
         self._grow()
         active = self.rows.n
-        new, rows = self._resume() if self.parked else ([], [])
-        for start in starts:
-            self._begin(start, new, rows)
+        groups, later = self._begun(starts)
+        new, rows, is_pure = self.parked.parts(groups)
+        self.parked.add(later)
+        self.prefilled += sum(prefix.new for prefix in new)
         if not active and not new:
             return self._ended()
-        if self.graphed is not None and not new and not self.alternatives and self._replayable():
-            tokens, logprobs = self.graphed(active, self.rows.sampling[0])
+        if len(self._places) and active:
+            self._checksum.mul_(MIX).add_((self.rows.last * self._places[:active]).sum())
+        done: list[tuple[torch.Tensor, torch.Tensor]] = []
+        if self.graphed is None or self.graphed.replays.refused is not None:
+            logits: torch.Tensor | None = self._forward(new)
         else:
-            logits = self._forward(new)
-            if rows:
-                counts = [len(prefix.tables) for prefix in new]
-                tables = [list(table) for prefix in new for table in prefix.tables]
-                self.rows.add(rows, tables, np.repeat(np.arange(len(new)), counts))
-            seen_mask = self.rows.seen(self.vocabulary)
-            drawn = self._draw(
-                logits,
-                self.rows.sampled(),
-                *self.rows.draws(),
-                seen=seen_mask,
-                keep=self._record_mask,
-            )
-            if self._record_mask:
-                self.rows.note_masks(drawn.kept_tokens)
-            self.alternatives.note(
-                self.rows.ticket[: self.rows.n], logits, self.rows.sampled(), seen_mask
-            )
-            tokens, logprobs = drawn.tokens, drawn.logprobs
+            logits = self._replayed(self.graphed, new, done)
+        self.parked.computed()
+        if rows:
+            counts = [prefix.rows for prefix in new]
+            tables = [list(table) for prefix in new if prefix.rows for table in prefix.tables]
+            self.rows.add(rows, tables, np.repeat(np.arange(len(new)), counts), is_pure)
+        if not self.rows.n:
+            return self._ended()
+        if logits is not None and len(logits):
+            done.append(self._draw_rows(logits, active if done else 0))
+        tokens, logprobs = done[0] if len(done) == 1 else map(torch.cat, zip(*done, strict=True))
         self.drawn, self.looked = (
             self.drawn + self.rows.n,
             self.looked + int(self.rows.lengths.sum()),
@@ -267,18 +262,57 @@ class Engine:
         if self.fused is not None:
             self.rows.tell_apart(tokens.numpy())
         self.steps += 1
+        is_due = len(self._places) and self.steps % CHECK_STEPS == 0
         self._late.push(
-            self.rows.ticket[: self.rows.n], self._checked[tokens] | ~logprobs.isfinite()
+            self.rows.ticket[: self.rows.n],
+            self._checked[tokens] | ~logprobs.isfinite(),
+            self._checksum if is_due else None,
         )
         return self._ended()
 
-    def _replayable(self) -> bool:
+    def _draw_rows(self, logits: torch.Tensor, first: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """The next tokens of the rows from `first` on and their log-probabilities, from their
+        logits [n, V].
+        """
+        rows, sampled = self.rows, self.rows.sampled(first)
+        seen = rows.seen(self.vocabulary, first)
+        drawn = self._draw(logits, sampled, *rows.draws(first), seen=seen, keep=self._record_mask)
+        if self._record_mask:
+            rows.note_masks(drawn.kept_tokens, first)
+        self.alternatives.note(rows.ticket[first : rows.n], logits, sampled, seen)
+        return drawn.tokens, drawn.logprobs
+
+    def _replayed(
+        self,
+        graphed: GraphedDecode,
+        new: Sequence[Prefix],
+        done: list[tuple[torch.Tensor, torch.Tensor]],
+    ) -> torch.Tensor | None:
+        """As `_forward`, where live rows replay a graph, and few new tokens with them; more are
+        computed beside it. To `done` the draws of the live rows, whose logits are left out then.
+        """
+        live = self.rows.n
+        within = new if sum(prefix.new for prefix in new) <= AHEAD else ()
+        parts: list[torch.Tensor] = []
+        if live and not within and self._draws_alone():
+            done.append(graphed.drawn(self.rows.kind))
+        elif live or within:
+            last = live - 1 + np.cumsum([prefix.new for prefix in within], dtype=np.int64)
+            count = self.rows.lay_ahead(within) if within else live
+            longest = max([self.rows.longest, *(len(prefix.tokens) for prefix in within)])
+            parts.append(graphed.logits(count, np.concatenate([np.arange(live), last]), longest))
+            copy_partial_pages(self.cache, within, self._put)
+        if len(within) < len(new):
+            parts.append(self._modular(new, live=False))
+        if not parts:
+            return None
+        logits = parts[0] if len(parts) == 1 else torch.cat(parts)
+        return self._for_rows(logits, np.arange(0 if done else live), new) if new else logits
+
+    def _draws_alone(self) -> bool:
         """Whether the draw of all live rows is a function of tensors that stay where they are."""
-        sampled = self.rows.sampled()
-        return (
-            isinstance(sampled, Sampling)
-            and sampled.repetition_penalty == 1.0
-            and not self._record_mask
+        return not (
+            self.rows.kind.repetition_penalty or self._record_mask or bool(self.alternatives)
         )
 
     def _ended(self) -> list[EndedRollout]:
@@ -327,7 +361,7 @@ class Engine:
         """By ticket, what live rollouts have drawn beyond their first `since(ticket)` tokens, if
         `least` or more.
         """
-        return self.parked.new_tokens(since, least) + self.rows.new_tokens(
+        return new_tokens_of(self.parked, since, least) + self.rows.new_tokens(
             self._late.lag, since, least
         )
 
@@ -343,6 +377,8 @@ class Engine:
             trim_memory()
         self.version = version
         self.pages.forget()
+        self.rows.is_pure[:] = False
+        self.parked.outdate()
         if self._recomputes:
             self.park_all()
 
@@ -351,12 +387,13 @@ class Engine:
         computed again.
         """
         self._settle()
+        self.parked.unfill()
         self._park(np.arange(self.rows.n))
 
     @torch.inference_mode()
     def close(self) -> None:
         """Give up all rows."""
-        self.parked = Parked()
+        self.parked.take_out({row.ticket for row in self.parked})
         self._release(np.arange(self.rows.n))
 
     def _grow(self) -> None:
@@ -369,57 +406,31 @@ class Engine:
             short = len(needy) - self.pages.available
             if short <= 0:
                 break
-            before = rows.n
+            before = rows.n, self.pages.available
             self._settle()
-            if rows.n == before:
+            self.parked.unfill()
+            if (rows.n, self.pages.available) == before:
                 self._park(to_park(rows, self.pages, short))
         if len(needy):
             for row, page in zip(needy.tolist(), self.pages.take(len(needy)), strict=True):
                 rows.give_page(row, page)
             rows.place_pages(needy)
 
-    def _resume(self) -> tuple[list[Prefix], list[Row]]:
-        """Parked rows that go on in this step: their prefixes, themselves."""
-        new: list[Prefix] = []
-        rows: list[Row] = []
-        tokens = 0
-        for row in self.parked.due(self.rows, self.pages):
-            new.append(self._prefix(row.tokens.ids.astype(np.int64), 1))
-            rows.append(row)
-            tokens += new[-1].new
-            if tokens >= PREFILL_TOKENS:
-                break
-        return new, rows
-
-    def _begin(self, start: PromptStart, new: list[Prefix], rows: list[Row]) -> None:
-        """Add a prompt's rollouts to the step; rollouts with tokens of earlier draws join the next
-        step, as parked rows do.
+    def _begun(self, starts: Sequence[PromptStart]) -> tuple[list[list[Row]], list[Row]]:
+        """The rollouts of some prompts, those of each together; and those with tokens of earlier
+        draws, which begin in the next step, as parked rows do.
         """
-        self._watch(start.stop)
-        self.alternatives.ask(start.tickets, start.alternatives)
-        every = begun(start, self._born, self.sampling, self._stop, masks=self._record_mask)
-        self._born += len(every)
-        fresh = [row for row in every if len(row.tokens) == row.start]
-        if len(fresh) < len(every):
-            self.parked.add(row for row in every if len(row.tokens) > row.start)
-        if fresh:
-            new.append(self._prefix(np.asarray(start.prompt, np.int64), len(fresh)))
-            rows += fresh
-
-    def _prefix(self, tokens: AnyArray, rows: int) -> Prefix:
-        """Pages for the rows that begin with these tokens: known ones, shared new ones, each row's
-        own.
-        """
-        cached = self.pages.find(tokens)
-        whole = len(tokens) // PAGE
-        self.pages.share(cached)
-        near, alike = (-1, 0) if self.fused is None else self.pages.near(tokens, len(cached))
-        common = cached + self.pages.take(whole - len(cached))
-        self.pages.share(common, rows - 1)
-        self.pages.remember(tokens, common)
-        own = pages_for(len(tokens)) - whole
-        tables = [common + self.pages.take(own) for _ in range(rows)]
-        return Prefix(tokens=tokens, cached=len(cached), tables=tables, near=near, alike=alike)
+        groups: list[list[Row]] = []
+        later: list[Row] = []
+        for start in starts:
+            self._watch(start.stop)
+            self.alternatives.ask(start.tickets, start.alternatives)
+            every = begun(start, self._born, self.sampling, self._stop, masks=self._record_mask)
+            self._born += len(every)
+            fresh = [row for row in every if len(row.tokens) == row.start]
+            later += [row for row in every if len(row.tokens) > row.start]
+            groups += [fresh] if fresh else []
+        return groups, later
 
     def _forward(self, new: Sequence[Prefix]) -> torch.Tensor:
         """Logits of every active row and, once for each of its rows, of every new prefix."""
@@ -429,15 +440,21 @@ class Engine:
             logits = self._modular(new)
         elif (distinct := self.rows.distinct()) is None:
             logits = self.fused(
-                self.rows.last, self.rows.positions, self.cache, self._layout(None), new
+                self.rows.last, self.rows.positions, self.cache, self._layout(), new
             )
         else:
             logits = self._of_distinct(self.fused, *distinct, new)
             computed, place = len(distinct[0]), distinct[1]
-        if not new and computed == n:
-            return logits
-        origin = np.repeat(np.arange(len(new)), [len(prefix.tables) for prefix in new])
-        return logits[self._put(np.concatenate([place, computed + origin]))]
+        return logits if not new and computed == n else self._for_rows(logits, place, new)
+
+    def _for_rows(
+        self, logits: torch.Tensor, place: AnyArray, new: Sequence[Prefix]
+    ) -> torch.Tensor:
+        """Logits of each row: of live ones those at `place`, of the rows of new prefixes the last
+        ones.
+        """
+        origin = np.repeat(np.arange(len(new)), [prefix.rows for prefix in new])
+        return logits[self._put(np.concatenate([place, len(logits) - len(new) + origin]))]
 
     def _of_distinct(
         self, fused: Fused, first: AnyArray, place: AnyArray, new: Sequence[Prefix]
@@ -449,51 +466,42 @@ class Engine:
         tokens are computed once: four in five of a policy that is sure of its answers.
         """
         rows, at = self.rows, self._put(first)
-        runs, shared = rows.runs_of(first) if self._kernel is not None else (None, None)
         layout = AttentionLayout(
             self.cache,
             rows.positions[at],
             rows.longest,
             rows.table[at],
-            runs,
-            shared,
-            None,
-            self._kernel,
+            functools.partial(rows.runs_of, first),
+            kernel=self._kernel,
         )
         logits = fused(rows.last[at], layout.positions, self.cache, layout, new)
         copies = np.nonzero(first[place] != np.arange(rows.n))[0]
         self.cache.copy(*rows.written(first[place[copies]]), *rows.written(copies))
         return logits
 
-    def _modular(self, new: Sequence[Prefix]) -> torch.Tensor:
-        """Logits of every active row and of every new prefix, [n + I, V], by the model's own
-        forward pass.
+    def _modular(self, new: Sequence[Prefix], *, live: bool = True) -> torch.Tensor:
+        """Logits of every active row, unless they are not `live`, and of every new prefix, [n + I,
+        V], by the model's own forward pass.
         """
-        rows, n = self.rows, self.rows.n
-        fresh = lay_out(new, self._put) if new else None
-        layout = self._layout(fresh)
-        if fresh is None:
-            return self._call(rows.last, rows.positions, 0, layout)
-        tokens, places = (
-            torch.cat([rows.last, fresh.tokens]),
-            torch.cat([rows.positions, fresh.positions]),
-        )
-        return self._call(
-            tokens, places, self._put(np.concatenate([np.arange(n), n + fresh.last])), layout
-        )
+        layout = self._layout(live=live)
+        if not new:
+            return self._call(self.rows.last, layout.positions, 0, layout)
+        fresh, n = lay_out(new, self._put), len(layout.positions)
+        layout.new = fresh.layout
+        tokens = torch.cat([self.rows.last[:n], fresh.tokens])
+        places = torch.cat([layout.positions, fresh.positions])
+        kept = self._put(np.concatenate([np.arange(n), n + fresh.last]))
+        return self._call(tokens, places, kept, layout)
 
-    def _layout(self, fresh: NewRow | None) -> AttentionLayout:
-        rows = self.rows
-        runs, shared = rows.runs() if self._kernel is not None else (None, None)
+    def _layout(self, *, live: bool = True) -> AttentionLayout:
+        rows, n = self.rows, self.rows.n if live else 0
         return AttentionLayout(
             self.cache,
-            rows.positions,
+            rows.positions[:n],
             rows.longest,
-            rows.table,
-            runs,
-            shared,
-            None if fresh is None else fresh.layout,
-            self._kernel,
+            rows.table[:n],
+            rows.runs,
+            kernel=self._kernel,
         )
 
     def _call(
@@ -527,6 +535,9 @@ class Engine:
         ]
         if broken:
             self._burn(broken)
+        for row, ending in zip(rows.tolist(), finished, strict=True):
+            if self.rows.goes_on[row] and self.rows.is_pure[row] and not broken:
+                self.pages.remember(ending.tokens.ids[:-1], self.rows.pages[row], tail=True)
         self.drawn -= behind * len(rows)
         self._release(rows)
         return finished

@@ -37,6 +37,9 @@ class PromptStart:
     """Strings at which it ends; None: the engine's."""
     alternatives: int = 0
     """Likeliest tokens to note beside each that is drawn."""
+    goes_on: bool = False
+    """Whether a later prompt may begin with prompt and completion, as the next turn's does: its
+    keys and values are kept then while there is room."""
     partial: Sequence[PartialRollout | None] = ()
     """Of each rollout, what it had drawn before, from its first token; None, or nothing at all,
     where that is none."""
@@ -59,6 +62,8 @@ class Row:
     seed: int
     sampling: Sampling
     stop: StopStrings | None
+    goes_on: bool = False
+    """As of `PromptStart`."""
 
     def ended(self, reason: int, text: str | None = None) -> EndedRollout:
         """As one that ends here."""
@@ -109,6 +114,7 @@ def begun(
             tokens=prompt if rollout is None else RolloutTokens.joined([prompt, rollout.tokens]),
             sampling=start.sampling or sampling,
             stop=start.stop or stop,
+            goes_on=start.goes_on,
         )
         for i, rollout in enumerate(partial)
     ]
@@ -144,7 +150,7 @@ class DecodingEngine(Protocol):
 
     @property
     def waiting(self) -> int:
-        """Those of them that wait for memory."""
+        """Those of them that wait for memory, or for their prompts to be computed."""
 
     @property
     def free(self) -> int:

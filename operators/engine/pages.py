@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import xxhash
@@ -41,6 +41,13 @@ class Prefix:
     page to compute does; -1: none."""
     alike: int = 0
     """Tokens that they have in common, whose keys and values are copied."""
+    is_part: bool = False
+    """Whether more of the same rows' tokens follow in a later step."""
+
+    @property
+    def rows(self) -> int:
+        """Rows that draw their next token behind it."""
+        return 0 if self.is_part else len(self.tables)
 
     @property
     def begin(self) -> int:
@@ -51,6 +58,23 @@ class Prefix:
     def new(self) -> int:
         """Tokens to compute."""
         return len(self.tokens) - self.begin
+
+    def cut(self, most: int) -> tuple[Prefix, Prefix | None]:
+        """What is computed of it first, at most so many tokens, of at least PAGE; and what is left,
+        which begins with a page.
+
+        >>> prefix = Prefix(tokens=np.arange(40), cached=0, tables=[[3, 1, 2]])
+        >>> first, rest = prefix.cut(20)
+        >>> first.new, first.rows, rest.new, rest.rows
+        (16, 0, 24, 1)
+        """
+        if self.new <= most:
+            return self, None
+        end = (self.begin + most) // PAGE
+        first = replace(
+            self, tokens=self.tokens[: end * PAGE], tables=self.tables[:1], is_part=True
+        )
+        return first, replace(self, cached=end, near=-1, alike=0)
 
 
 def pages_for(tokens: int) -> int:
@@ -85,6 +109,8 @@ class Pages:
         self._behind: dict[bytes, dict[int, AnyArray]] = {}
         """By key of a prefix, the pages known to follow it, with their tokens."""
         self._before: dict[int, bytes] = {}
+        self._tails: set[int] = set()
+        """Pages that are known by what is in their first part."""
         self._idle: OrderedDict[int, None] = OrderedDict()
 
     @property
@@ -150,22 +176,30 @@ class Pages:
         return pages
 
     def near(self, tokens: AnyArray, known_pages: int) -> tuple[int, int]:
-        """The page held by some row that begins most like these tokens do behind their first
-        `known_pages` pages, and how many tokens are alike, at most all but the last; (-1, 0)
-        without any.
+        """The page, held by some row or of a remembered tail, that begins most like these tokens do
+        behind their first `known_pages` pages, and how many tokens are alike, at most all but the
+        last; (-1, 0) without any.
         """
         keys = _keys(tokens[: known_pages * PAGE])
-        behind = self._behind.get(keys[-1] if keys else b"", {})
+        before = keys[-1] if keys else b""
+        behind = self._behind.get(before, {})
         ahead = tokens[known_pages * PAGE : len(tokens) - 1][:PAGE]
         nearest, alike = -1, 0
+        for count in range(min(len(ahead), PAGE - 1), 0, -1) if self._tails else ():
+            page = self._by_key.get(_key(before, ahead[:count]))
+            if page is not None:
+                nearest, alike = page, count
+                break
         for page in list(behind)[-MOST_NEAR:]:
             same = int((behind[page][: len(ahead)] == ahead).cumprod().sum())
             if same > alike and self._holders[page]:
                 nearest, alike = page, same
         return nearest, alike
 
-    def remember(self, tokens: AnyArray, pages: Sequence[int]) -> None:
-        """Let the full pages of these tokens be found from now on."""
+    def remember(self, tokens: AnyArray, pages: Sequence[int], *, tail: bool = False) -> None:
+        """Let the full pages of these tokens be found from now on; with their `tail`, what is in
+        the page behind these, too, which is not written any more.
+        """
         before = b""
         for i, (key, page) in enumerate(zip(_keys(tokens), pages, strict=False)):
             if key not in self._by_key and page not in self._key_of:
@@ -176,6 +210,12 @@ class Pages:
                     tokens[i * PAGE : (i + 1) * PAGE]
                 )
             before = key
+        rest = tokens[len(tokens) // PAGE * PAGE :]
+        if tail and len(rest):
+            key, page = _key(before, rest), pages[len(tokens) // PAGE]
+            if key not in self._by_key and page not in self._key_of:
+                self._by_key[key], self._key_of[page] = page, key
+                self._tails.add(page)
 
     def forget(self) -> None:
         """No prefix is found any more: the weights have changed."""
@@ -183,11 +223,15 @@ class Pages:
         self._key_of.clear()
         self._behind.clear()
         self._before.clear()
+        self._tails.clear()
         self._free += self._idle
         self._idle.clear()
 
     def _unkey(self, page: int) -> None:
         del self._by_key[self._key_of.pop(page)]
+        if page in self._tails:
+            self._tails.remove(page)
+            return
         before = self._before.pop(page)
         del self._behind[before][page]
         if not self._behind[before]:
@@ -199,6 +243,11 @@ def _keys(tokens: AnyArray) -> list[bytes]:
     keys, key = [], b""
     dense = np.ascontiguousarray(tokens, dtype=np.int64)
     for first in range(0, len(dense) - PAGE + 1, PAGE):
-        key = xxhash.xxh3_128_digest(key + dense[first : first + PAGE].tobytes())
+        key = _key(key, dense[first : first + PAGE])
         keys.append(key)
     return keys
+
+
+def _key(before: bytes, tokens: AnyArray) -> bytes:
+    """Of tokens in one page, and all before them."""
+    return xxhash.xxh3_128_digest(before + np.ascontiguousarray(tokens, np.int64).tobytes())

@@ -1,5 +1,5 @@
-"""The live rows of the batch: what each is at, column by column, what each has drawn, slot by
-slot, and those that go on later.
+"""The live rows of the batch: what each is at, column by column, and what each has drawn, slot by
+slot.
 
 Columns stand in row order (0 .. n-1), which is kept when rows leave, so that the rows of a group
 stay neighbours. Tables stand by slot, and a row keeps its slot. Axes: S slots, n live rows, T
@@ -9,7 +9,8 @@ positions, W pages of a row.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -18,10 +19,16 @@ from dataflow.folder.partial_rollouts import PartialRollout
 from dataflow.records import AnyArray
 from dataflow.tokens.rollout_tokens import RolloutTokens, SamplingMask
 from operators.engine.interface import BROKEN, STOPPED, TOO_LONG, EndedRollout, Row
-from operators.engine.pages import PAGE, Pages, pages_for
-from operators.engine.sampler import RowSampling, Sampling
+from operators.engine.pages import PAGE, Prefix, pages_for
+from operators.engine.sampler import (
+    KNOBS,
+    DrawKind,
+    RowSampling,
+    Sampling,
+    kind_of,
+    knob_columns,
+)
 from operators.engine.stop_strings import StopStrings
-from operators.models.folders import ModelError
 
 FIRST_TOKENS = 32
 """Positions per slot that the tables begin with."""
@@ -32,15 +39,32 @@ MOST_DISTINCT = 0.9
 _SLOT, _LENGTH, _START, _LIMIT, _SEED, _LAST = range(6)
 
 
+class FrontRows(NamedTuple):
+    """Some rows on the device, from the first on, at addresses that stay."""
+
+    last: torch.Tensor
+    """Newest tokens, int64 [n]."""
+    positions: torch.Tensor
+    """Where they stand, int64 [n]."""
+    table: torch.Tensor
+    """Pages, int32 [n, W]."""
+    seeds: torch.Tensor
+    drawn: torch.Tensor
+    """Tokens drawn, int64 [n]."""
+    knobs: torch.Tensor
+    """How the next one is drawn, float64 [KNOBS, n]."""
+
+
 class Rows:
     """State of up to S rows; `n` are live."""
 
     def __init__(
-        self, slots: int, context_tokens: int, device: torch.device, *, fixed: bool = False
+        self, slots: int, context_tokens: int, device: torch.device, *, ahead: int | None = None
     ) -> None:
         """No rows yet; tables grow up to `context_tokens` positions, or have that size from the
-        start if `fixed`.
+        start, and room for so many tokens `ahead`, where that is given.
         """
+        fixed, room = ahead is not None, slots + (ahead or 0)
         self.n = 0
         self.slots = slots
         self.device = device
@@ -48,8 +72,10 @@ class Rows:
         self._tokens_wide = (
             pages_for(context_tokens + 1) * PAGE if fixed else min(context_tokens, FIRST_TOKENS)
         )
-        self._columns = torch.zeros(6, slots, dtype=torch.int64, device=device)
+        self._columns = torch.zeros(6, room, dtype=torch.int64, device=device)
         self._host = np.zeros((6, slots), np.int64)
+        self._knobs = np.ones((len(KNOBS), slots))
+        self._knobs_there = torch.ones(len(KNOBS), slots, dtype=torch.float64, device=device)
         self.ticket = np.zeros(slots, np.int64)
         self.age = np.zeros(slots, np.int64)
         self.alike = np.zeros(slots, np.int64)
@@ -57,6 +83,10 @@ class Rows:
         same."""
         self.pages: list[list[int]] = []
         self._held = np.zeros(slots, np.int64)
+        self.goes_on = np.zeros(slots, bool)
+        """By row, as of `PromptStart`."""
+        self.is_pure = np.zeros(slots, bool)
+        """By row, whether all its keys and values are of the weights that the model has now."""
         self.sampling: list[Sampling] = []
         self.stop: list[StopStrings | None] = []
         self.masks: list[list[AnyArray] | None] = []
@@ -68,9 +98,10 @@ class Rows:
         self._versions = self._made(torch.int32)
         self._seen: torch.Tensor | None = None
         self._table = np.zeros((slots, pages_for(self._tokens_wide)), np.int32)
-        self._table_there = torch.zeros(self._table.shape, dtype=torch.int32, device=device)
+        wide = self._table.shape[1]
+        self._table_there = torch.zeros(room, wide, dtype=torch.int32, device=device)
         self._runs: tuple[torch.Tensor, torch.Tensor] | None = None
-        self._mixed: Sampling | RowSampling | None = None
+        self._sampled: RowSampling | None = None
 
     @property
     def lengths(self) -> AnyArray:
@@ -112,31 +143,38 @@ class Rows:
         """Pages of the live rows, int32 [n, W], on the device."""
         return self._table_there[: self.n]
 
-    def sampled(self) -> Sampling | RowSampling:
-        """How the next tokens are drawn: one for all where all rows agree."""
-        if self._mixed is None:
-            first = self.sampling[0]
-            alike = all(sampling is first or sampling == first for sampling in self.sampling)
-            self._mixed = first if alike else RowSampling.of(self.sampling, self.device)
-        return self._mixed
+    def sampled(self, first: int = 0) -> RowSampling:
+        """How the next tokens of the rows from `first` on are drawn."""
+        if first:
+            knobs = self._knobs_there[:, first : self.n]
+            return RowSampling.by(knobs, kind_of(self._knobs[:, first : self.n]))
+        if self._sampled is None:
+            self._sampled = RowSampling.by(
+                self._knobs_there[:, : self.n], kind_of(self._knobs[:, : self.n])
+            )
+        return self._sampled
 
-    def draws(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Seeds, and how many tokens each row has drawn, int64 [n] each."""
-        live = self._columns[:, : self.n]
+    @property
+    def kind(self) -> DrawKind:
+        """What the next tokens of all rows need of a draw."""
+        return self.sampled().kind
+
+    def draws(self, first: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+        """Seeds, and how many tokens each row from `first` on has drawn, int64 [n] each."""
+        live = self._columns[:, first : self.n]
         return live[_SEED], live[_LENGTH] - live[_START]
 
-    def seen(self, vocabulary: int) -> torch.Tensor | None:
-        """Which tokens each row has had, bool [n, V]; None where no row's sampling asks."""
-        sampled = self.sampled()
-        if isinstance(sampled, Sampling) and sampled.repetition_penalty == 1.0:
-            return None
-        if isinstance(sampled, RowSampling) and sampled.repetition_penalty is None:
+    def seen(self, vocabulary: int, first: int = 0) -> torch.Tensor | None:
+        """Which tokens each row from `first` on has had, bool [n, V]; None where no row's sampling
+        asks.
+        """
+        if not self.sampled(first).kind.repetition_penalty:
             return None
         if self._seen is None:
             self._seen = torch.zeros(self.slots, vocabulary, dtype=torch.bool, device=self.device)
             for row in range(self.n):
                 self._see(row, vocabulary)
-        return self._seen[self._columns[_SLOT, : self.n]]
+        return self._seen[self._columns[_SLOT, first : self.n]]
 
     def runs(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Where runs of rows with common full pages begin, and the end, int32 [r + 1]; how many
@@ -184,7 +222,11 @@ class Rows:
         return self._put(pages), self._put(at % PAGE)
 
     def add(
-        self, rows: Sequence[Row], pages: Sequence[list[int]], alike: AnyArray | None = None
+        self,
+        rows: Sequence[Row],
+        pages: Sequence[list[int]],
+        alike: AnyArray | None = None,
+        is_pure: bool | AnyArray = True,
     ) -> None:
         """Put rows at the end of the batch: their tokens so far, their pages; alike, int64 [rows]:
         those with equal numbers have the same tokens, keys and values; None: no two have.
@@ -206,8 +248,11 @@ class Rows:
             dtype=np.int64,
         )
         self._columns[:, new] = self._put(self._host[:, new])
+        self._knobs[:, new] = knob_columns([row.sampling for row in rows])
+        self._knobs_there[:, new] = self._put(self._knobs[:, new])
         self.ticket[new] = [row.ticket for row in rows]
         self.age[new] = [row.age for row in rows]
+        self.is_pure[new] = is_pure
         self.alike[new] = (
             self.alike[:first].max(initial=-1) + 1 + (np.arange(count) if alike is None else alike)
         )
@@ -226,6 +271,7 @@ class Rows:
             self.pages.append(pages[i])
             self._table[first + i, : len(pages[i])] = pages[i]
             self._held[first + i] = len(pages[i])
+            self.goes_on[first + i] = row.goes_on
             self.sampling.append(row.sampling)
             self.stop.append(row.stop)
             mask = row.tokens.sampling_mask
@@ -235,29 +281,46 @@ class Rows:
             for i in range(first, self.n):
                 self._see(i, self._seen.shape[1])
         self._table_there[new] = self._put(self._table[new])
-        self._runs = self._mixed = None
+        self._runs = self._sampled = None
 
-    def front(
-        self, count: int
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Of the first `count` rows: newest tokens, positions, page table [count, W], seeds, tokens
-        drawn.
-        """
+    def front(self, count: int) -> FrontRows:
+        """The first `count` rows, and tokens that stand ahead behind the live ones."""
         first = self._columns[:, :count]
         length = first[_LENGTH]
-        return (
+        return FrontRows(
             first[_LAST],
             length - 1,
             self._table_there[:count],
             first[_SEED],
             length - first[_START],
+            self._knobs_there[:, :count],
         )
 
-    def fill(self, count: int, page: int) -> None:
-        """Let the rows behind the live ones, up to `count`, stand at position 0 of `page`."""
-        self._columns[:, self.n : count] = 0
-        self._columns[_LENGTH, self.n : count] = 1
-        self._table_there[self.n : count] = page
+    def lay_ahead(self, prefixes: Sequence[Prefix]) -> int:
+        """Let the new tokens of these stand as rows behind the live ones; how many rows there are
+        then.
+        """
+        counts = [prefix.new for prefix in prefixes]
+        ahead = slice(self.n, self.n + sum(counts))
+        wide = max(len(prefix.tables[0]) for prefix in prefixes)
+        pages = np.zeros((len(prefixes), wide), np.int32)
+        for i, prefix in enumerate(prefixes):
+            pages[i, : len(prefix.tables[0])] = prefix.tables[0]
+        lengths = [np.arange(prefix.begin, len(prefix.tokens)) + 1 for prefix in prefixes]
+        tokens = [prefix.tokens[prefix.begin :] for prefix in prefixes]
+        columns = self._put(np.stack([np.concatenate(lengths), np.concatenate(tokens)]))
+        self._columns[_LENGTH, ahead], self._columns[_LAST, ahead] = columns
+        origin = self._put(np.repeat(np.arange(len(prefixes)), counts))
+        self._table_there[ahead, :wide] = self._put(pages)[origin]
+        return ahead.stop
+
+    def fill(self, begin: int, end: int, page: int) -> None:
+        """Let the rows from `begin` to before `end`, which are not live, stand at position 0 of
+        `page`.
+        """
+        self._columns[:, begin:end] = 0
+        self._columns[_LENGTH, begin:end] = 1
+        self._table_there[begin:end, 0] = page
 
     def give_page(self, row: int, page: int) -> None:
         """Append a page to a row; `place_pages` copies that to the device."""
@@ -287,16 +350,18 @@ class Rows:
         live[_LENGTH] += 1
         self._host[_LENGTH, : self.n] += 1
 
-    def note_masks(self, left_mask: torch.Tensor | None) -> None:
-        """Note which tokens truncation left in the newest draw, bool [n, V]; None: all of them."""
+    def note_masks(self, left_mask: torch.Tensor | None, first: int = 0) -> None:
+        """Note which tokens truncation left in the newest draw of the rows from `first` on, bool
+        [n, V]; None: all of them.
+        """
         none: AnyArray = np.zeros(0, np.int32)
-        row_masks = [none] * self.n
+        row_masks = [none] * (self.n - first)
         if left_mask is not None:
             counts = left_mask.sum(-1).cpu().numpy()
             ids = left_mask.nonzero()[:, 1].int().cpu().numpy()
             parts = np.split(ids, np.cumsum(counts)[:-1])
             row_masks = [none if len(part) == left_mask.shape[1] else part for part in parts]
-        for masks, mask in zip(self.masks, row_masks, strict=True):
+        for masks, mask in zip(self.masks[first:], row_masks, strict=True):
             if masks is not None:
                 masks.append(mask)
 
@@ -335,6 +400,7 @@ class Rows:
                 seed=int(self._host[_SEED, row]),
                 sampling=self.sampling[row],
                 stop=self.stop[row],
+                goes_on=bool(self.goes_on[row]),
             )
             for row, tokens in zip(
                 rows.tolist(), self.rollouts(rows, self.drawn(rows)), strict=True
@@ -447,13 +513,16 @@ class Rows:
             setattr(self, name, [column[row] for row in keep.tolist()])
         keep_on_device = self._put(keep)
         self._columns[:, :count] = self._columns[:, keep_on_device]
+        self._knobs_there[:, :count] = self._knobs_there[:, keep_on_device]
         self._table_there[:count] = self._table_there[keep_on_device]
         self._host[:, :count] = self._host[:, keep]
+        self._knobs[:, :count] = self._knobs[:, keep]
         self._table[:count] = self._table[keep]
-        for by_row in (self.ticket, self.age, self.alike, self._held):
+        by_rows = self.ticket, self.age, self.alike, self._held, self.goes_on, self.is_pure
+        for by_row in by_rows:
             by_row[:count] = by_row[keep]
         self.n = count
-        self._runs = self._mixed = None
+        self._runs = self._sampled = None
         return pages
 
     def _see(self, row: int, vocabulary: int) -> None:
@@ -493,85 +562,3 @@ def put(values: AnyArray, device: torch.device) -> torch.Tensor:
         if device.type == "cuda"
         else dense.to(device)
     )
-
-
-class Parked:
-    """Rows outside the batch, oldest first; each continues with a prefix that is computed again."""
-
-    def __init__(self) -> None:
-        self._rows: list[Row] = []
-
-    def __len__(self) -> int:
-        return len(self._rows)
-
-    def __iter__(self) -> Iterator[Row]:
-        return iter(self._rows)
-
-    def add(self, rows: Iterable[Row]) -> None:
-        """More of them."""
-        self._rows = sorted([*self._rows, *rows], key=lambda row: row.age)
-
-    def due(self, rows: Rows, pages: Pages) -> Iterator[Row]:
-        """The rows that continue in this step, as far as slots and pages reach. Each is released
-        here; the caller takes its pages before the next. rows: the batch, which they join together.
-
-        rows: the batch, which they join all at once.
-        """
-        count = 0
-        while self._rows and rows.n + count < rows.slots:
-            needed = pages_for(len(self._rows[0].tokens) + 1)
-            if needed > pages.available - rows.n - count and (rows.n or count):
-                return
-            count += 1
-            yield self._rows.pop(0)
-
-    def take_out(self, tickets: Collection[int]) -> list[Row]:
-        """Remove and return the rows of these tickets."""
-        gone = [row for row in self._rows if row.ticket in tickets]
-        self._rows = [row for row in self._rows if row.ticket not in tickets]
-        return gone
-
-    def new_tokens(
-        self, since: Callable[[int], int], least: int
-    ) -> list[tuple[int, PartialRollout]]:
-        """As `Engine.new_tokens`, of these."""
-        partials = []
-        for row in self._rows:
-            begin = since(row.ticket)
-            if len(row.tokens) - row.start - begin >= least:
-                partials.append(
-                    (
-                        row.ticket,
-                        PartialRollout(begin=begin, tokens=row.tokens[row.start + begin :]),
-                    )
-                )
-        return partials
-
-
-def to_park(rows: Rows, pages: Pages, page_count: int) -> AnyArray:
-    """Rows to be parked so that so many pages come free, int [k]. Raises ModelError where one row
-    alone holds all.
-    """
-    owned = [sum(pages.holders(page) == 1 for page in row_pages) for row_pages in rows.pages]
-    chosen = youngest(rows.age[: rows.n].tolist(), owned, page_count)
-    if not chosen:
-        raise ModelError(
-            f"one row has outgrown the KV-cache of {pages.count} pages; lower its limit"
-        )
-    return np.array(chosen)
-
-
-def youngest(ages: Sequence[int], owned: Sequence[int], missing: int) -> list[int]:
-    """Rows to park so that at least `missing` pages come free: the youngest first, never the oldest
-    of all.
-
-    ages: by row, larger for rows that started later. owned: pages that only this row holds.
-    """
-    order = sorted(range(len(ages)), key=lambda row: -ages[row])
-    chosen: list[int] = []
-    for row in order[:-1]:
-        if missing <= 0:
-            break
-        chosen.append(row)
-        missing -= owned[row]
-    return chosen

@@ -17,11 +17,13 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
+
+from dataflow.records import AnyArray
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,16 +58,68 @@ class Sampling:
             if not fits:
                 raise ValueError(f"{name} does not fit; found {getattr(self, name)}; give {range_}")
 
+
+class DrawKind(NamedTuple):
+    """Which knobs any of some rows uses: known without asking the device, so that a captured draw
+    may depend on it.
+    """
+
+    temperature: bool
+    greedy: bool
+    """Whether any temperature is 0."""
+    all_greedy: bool
+    widest: int
+    """The largest top_k; 0: none."""
+    top_p: bool
+    min_p: bool
+    repetition_penalty: bool
+
     @property
-    def truncates(self) -> bool:
-        """Whether any token may be left out."""
-        return self.temperature == 0 or self.top_k > 0 or self.top_p < 1 or self.min_p > 0
+    def leaves_out(self) -> bool:
+        """Whether top-k, top-p or min-p may leave tokens out."""
+        return self.widest > 0 or self.top_p or self.min_p
+
+    @property
+    def common(self) -> DrawKind:
+        """One of few kinds that draw what this one draws, of rows that come and go; without
+        penalty.
+        """
+        wide = max(LEAST_WIDE, 1 << (self.widest - 1).bit_length()) if self.widest else 0
+        return self._replace(
+            temperature=True, greedy=True, all_greedy=False, widest=wide, repetition_penalty=False
+        )
+
+
+LEAST_WIDE = 64
+"""Tokens among which common kinds of draws look for the k likeliest, at least."""
+
+KNOBS = tuple(knob.name for knob in fields(Sampling))
+
+
+def knob_columns(samplings: Sequence[Sampling]) -> AnyArray:
+    """The knobs of each row in the order of KNOBS, float64 [5, n]."""
+    rows = [[getattr(sampling, name) for name in KNOBS] for sampling in samplings]
+    return np.array(rows, np.float64).reshape(-1, len(KNOBS)).T
+
+
+def kind_of(columns: AnyArray) -> DrawKind:
+    """What rows with these knobs, float64 [5, n], need of a draw."""
+    temperature, top_k, top_p, min_p, penalty = columns
+    greedy = temperature == 0
+    return DrawKind(
+        temperature=bool(((temperature != 1) & ~greedy).any()),
+        greedy=bool(greedy.any()),
+        all_greedy=bool(greedy.all()),
+        widest=int(top_k.max(initial=0)),
+        top_p=bool((top_p < 1).any()),
+        min_p=bool((min_p > 0).any()),
+        repetition_penalty=bool((penalty != 1).any()),
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
 class RowSampling:
-    """One Sampling per row, as columns [n, 1]; None where no row uses the knob, known without
-    asking the device.
+    """One Sampling per row, as columns [n, 1]; None where no row uses the knob.
 
     Columns may be of one row, which then holds for all.
     """
@@ -78,50 +132,29 @@ class RowSampling:
     """float64; infinite where off."""
     min_p: Tensor | None
     repetition_penalty: Tensor | None
-    widest: int
-    """The largest top_k."""
-    all_greedy: bool
-    truncates: bool
-    """Whether any token of any row may be left out."""
+    kind: DrawKind
 
     @classmethod
     def of(cls, samplings: Sequence[Sampling], device: torch.device | str) -> RowSampling:
         """Bring these onto the device, one per row."""
+        columns = knob_columns(samplings)
+        return cls.by(torch.from_numpy(columns).to(device), kind_of(columns))
 
-        def column(
-            values: list[float], off: float, dtype: torch.dtype = torch.float32
-        ) -> Tensor | None:
-            if all(value == off for value in values):
-                return None
-            # filled on the device: a copy from the host cannot be captured in a CUDA graph
-            if len(values) == 1:
-                return torch.full((1, 1), values[0], dtype=dtype, device=device)
-            return torch.tensor(values, dtype=dtype, device=device)[:, None]
-
-        greedy = [s.temperature == 0 for s in samplings]
+    @classmethod
+    def by(cls, columns: Tensor, kind: DrawKind) -> RowSampling:
+        """From the knobs on the device, float64 [5, n], of which `kind` says what is used."""
+        temperature, top_k, top_p, min_p, penalty = columns[:, :, None]
+        greedy = temperature == 0 if kind.greedy else None
+        warm = temperature if greedy is None else temperature.masked_fill(greedy, 1.0)
         return cls(
-            temperature=column([s.temperature or 1.0 for s in samplings], 1.0),
-            greedy=column([float(g) for g in greedy], 0.0, torch.bool),
-            top_k=column([s.top_k for s in samplings], 0, torch.int64),
-            top_p=column(
-                [s.top_p if s.top_p < 1 else math.inf for s in samplings], math.inf, torch.float64
-            ),
-            min_p=column([s.min_p for s in samplings], 0.0),
-            repetition_penalty=column([s.repetition_penalty for s in samplings], 1.0),
-            widest=max((s.top_k for s in samplings), default=0),
-            all_greedy=all(greedy),
-            truncates=any(s.truncates for s in samplings),
+            temperature=warm.float() if kind.temperature else None,
+            greedy=greedy,
+            top_k=top_k.long() if kind.widest else None,
+            top_p=top_p.masked_fill(top_p >= 1, math.inf) if kind.top_p else None,
+            min_p=min_p.float() if kind.min_p else None,
+            repetition_penalty=penalty.float() if kind.repetition_penalty else None,
+            kind=kind,
         )
-
-    def select(self, rows: Tensor) -> RowSampling:
-        """These rows, int64 or bool index, in this order; a knob that none of them uses may still
-        be a column.
-        """
-        columns: dict[str, Any] = {field.name: getattr(self, field.name) for field in fields(self)}
-        columns |= {
-            name: column[rows] for name, column in columns.items() if isinstance(column, Tensor)
-        }
-        return RowSampling(**columns)
 
 
 # Which tokens top-k, top-p and min-p leave out of a draw, each seeing what the one before left.
@@ -142,7 +175,7 @@ def left_out(scores: Tensor, shares: Tensor, knobs: RowSampling) -> Tensor | Non
     """
     gone = None
     if knobs.top_k is not None:
-        widest = min(knobs.widest, scores.shape[-1])
+        widest = min(knobs.kind.widest, scores.shape[-1])
         likeliest = _largest(scores, widest)
         last = (knobs.top_k.clamp(1, widest) - 1).expand(len(scores), 1)
         gone = (scores < likeliest.gather(-1, last)) & (knobs.top_k > 0)
@@ -248,12 +281,12 @@ def draw(
 
     seeds, counts: int64 [n], of each rollout, and how many tokens it has drawn. seen: bool [n, V],
     tokens that stand in each row; needed for a repetition penalty (ValueError without it).
-    keep: also return which tokens truncation left. Can be captured in a CUDA graph when one
-    Sampling serves all rows.
+    keep: also return which tokens truncation left. Can be captured in a CUDA graph when the knobs
+    are columns on the device already.
     """
-    knobs = _columns(sampling, logits)
+    knobs = columns_of(sampling, logits)
     scores = _scaled(logits, knobs, seen)
-    if knobs.all_greedy:
+    if knobs.kind.all_greedy:
         best, tokens = scores.max(dim=-1)
         return Draw(tokens, best - best, _only(tokens[:, None], scores) if keep else None)
     shares = torch.softmax(scores, dim=-1)
@@ -262,7 +295,7 @@ def draw(
         shares.masked_fill_(gone, 0)
     tokens, logprobs = _pick(shares, uniform(seeds, counts))
     mask = None
-    if keep and knobs.truncates:
+    if keep and (knobs.kind.greedy or knobs.kind.leaves_out):
         mask = torch.ones_like(scores, dtype=torch.bool) if gone is None else ~gone
     if knobs.greedy is not None:
         best, likeliest = scores.max(dim=-1)
@@ -282,22 +315,23 @@ def likeliest(
 
     Those that could not be drawn have minus infinity.
     """
-    knobs = _columns(sampling, logits)
+    knobs = columns_of(sampling, logits)
     scores = _scaled(logits, knobs, seen)
     shares = torch.softmax(scores, dim=-1)
-    gone = None if knobs.all_greedy else left_out(scores, shares, knobs)
+    gone = None if knobs.kind.all_greedy else left_out(scores, shares, knobs)
     if gone is not None:
         shares.masked_fill_(gone, 0)
-    if knobs.greedy is not None or knobs.all_greedy:
+    if knobs.greedy is not None:
         only = _only(scores.argmax(dim=-1, keepdim=True), scores).float()
-        shares = only if knobs.greedy is None else torch.where(knobs.greedy, only, shares)
+        shares = torch.where(knobs.greedy, only, shares)
     best = torch.topk(shares, min(count, shares.shape[-1]), dim=-1)
     return best.indices, (
         best.values / shares.sum(dim=-1, keepdim=True, dtype=torch.float64)
     ).log().float()
 
 
-def _columns(sampling: Sampling | RowSampling, logits: Tensor) -> RowSampling:
+def columns_of(sampling: Sampling | RowSampling, logits: Tensor) -> RowSampling:
+    """The knobs on the device of the logits."""
     return (
         sampling if isinstance(sampling, RowSampling) else RowSampling.of([sampling], logits.device)
     )

@@ -22,6 +22,7 @@ from operators.forward import ForwardOperator, Logprobs, RewardModel
 from operators.models.borders import longest
 from operators.models.folders import ModelError
 from operators.models.loading import load_tokenizer
+from operators.training.learner.copies import adds_up_in_float32
 from operators.training.learner.cpu import DirectGradients, multiplies_bfloat16
 from operators.training.learner.learner import Forward
 from operators.training.learner.policy import Critic, Policy
@@ -484,23 +485,19 @@ def forward_of(declaration: ForwardOperator, module: Any, is_alone: bool) -> For
     """The module as a trainer of the same model would see it: where weights agree, so do the
     numbers.
 
-    A trainer keeps float32 weights and multiplies in the model's type under autocast, so that what
-    the layers add up stays in float32. Here the weights themselves are in the model's type; with
-    embeddings turned to float32 the rest is the same.
+    A trainer computes with copies of its float32 weights in the model's type; here the weights
+    themselves are in it.
     """
-    compute = None
-    if declaration.model.dtype != "float32":
-        compute = getattr(torch, declaration.model.dtype)
-        module.get_input_embeddings().register_forward_hook(
-            lambda layer, inputs, output: output.float()
-        )
+    dtype, on_cpu = declaration.model.dtype, next(module.parameters()).device.type == "cpu"
+    compute = None if dtype == "float32" else getattr(torch, dtype)
+    if compute is not None and on_cpu:
+        adds_up_in_float32(module)
     if isinstance(declaration, Logprobs):
         forward: Policy | Critic = Policy(
             module, temperature=declaration.temperature, compute=compute
         )
     else:
         forward = Critic(module, compute=compute)
-    on_cpu = next(module.parameters()).device.type == "cpu"
     if is_alone and on_cpu and compute == torch.bfloat16 and multiplies_bfloat16():
         forward.direct = DirectGradients(module, is_rounded=True)
     return forward

@@ -39,7 +39,7 @@ from dataflow.tokens.rollout_tokens import RolloutTokens
 from dataflow.weight_ends import WeightsIn
 from operators.chat.chat_template import ChatTemplate
 from operators.engine.build import make_engine
-from operators.engine.decode import PREFILL_TOKENS, put_aside
+from operators.engine.decode import put_aside
 from operators.engine.interface import TOO_LONG, EndedRollout, PromptStart
 from operators.engine.stop_strings import StopCache
 from operators.generation import groups
@@ -275,7 +275,13 @@ class GeneratorRuntime(Runtime):
             worked = True
             self._complete += groups.collect(self._step(starts), self._tickets)
             since += bool(self._complete)
-            if leaves(len(self._complete), since, enough=many):
+            is_awaited = any(
+                self._admission.is_awaited(
+                    group.source, group, self._weights.version, self._dropped()
+                )
+                for group in self._complete
+            )
+            if leaves(len(self._complete), since, enough=many, is_awaited=is_awaited):
                 break
         if self._partial is not None:
             self._partial.write(self.engine, self._tickets)
@@ -356,7 +362,8 @@ class GeneratorRuntime(Runtime):
         """Version, active rollouts, waiting prompts; tokens/s and share of slots used since the
         last call; `begun`: rollouts that have not left, and would be drawn again; `recalled`:
         tokens that an earlier process had drawn; `looked`: tokens looked back at; `decode_64_s` and
-        the like: of steps with 33 to 64 rollouts that began none.
+        the like: of steps with 33 to 64 rollouts that began none; `prefilled`: tokens of prompts
+        computed; `replayed_steps`: decode steps that were graphs.
         """
         now, drawn, steps = self._context.clock(), self.engine.drawn, self.engine.steps
         then, drawn_then, steps_then = self._seen
@@ -369,6 +376,7 @@ class GeneratorRuntime(Runtime):
             "tokens": drawn,
             "decode_steps": steps,
             "looked": self.engine.looked,
+            **({} if self._native is None else self._native.counts),
             "tokens_per_s": (drawn - drawn_then) / (now - then) if now > then else 0.0,
             "parked": self.engine.waiting,
             "begun": self._begun,
@@ -404,7 +412,7 @@ class GeneratorRuntime(Runtime):
         if self._weights.version < 0:
             return []
         starts: list[PromptStart] = []
-        tokens, spare, dropped = 0, self.engine.spare_pages, self._dropped()
+        spare, dropped = self.engine.spare_pages, self._dropped()
 
         def prepare(group: PromptGroup) -> None:
             if self._partial is not None and group.mark is None:
@@ -438,9 +446,6 @@ class GeneratorRuntime(Runtime):
                 self._complete.append(group)
                 continue
             starts.append(self._start(group, count))
-            tokens += len(group.prompt)
-            if tokens >= PREFILL_TOKENS:
-                break
         return starts
 
     def _dropped(self) -> int:
@@ -473,6 +478,7 @@ class GeneratorRuntime(Runtime):
             else self._stops(group.turn.stop),
             tickets=tickets,
             seeds=seeds,
+            goes_on=group.turn is not None,
             partial=[group.partial.pop(position, None) for position in positions],
         )
 

@@ -120,7 +120,7 @@ def outlined(
         if base_of(model)[1] is not None:
             raise NoOutline("it holds adapters alone")
         with no_progress_bar():
-            module = _on_meta(model, dtype, attention)
+            module = on_meta(model, dtype, attention)
         layout = outline(module, files_of(_located(model), model.revision))
         if lacking := sorted(
             name for name in layout.missing if model.head != "value" or not _is_of_head(name)
@@ -161,7 +161,7 @@ def _loaded(model: Model, outline: Outline, device: str | torch.device) -> torch
     return module
 
 
-def _on_meta(
+def on_meta(
     model: Model, dtype: str | torch.dtype | None, attention: str | None
 ) -> torch.nn.Module:
     """A model of transformers without its weights, whose buffers are computed. NoOutline for

@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import faulthandler
 import os
+import select
 import shutil
 import signal
 import socket
@@ -18,7 +19,7 @@ import subprocess
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, TypeVar
@@ -189,8 +190,22 @@ class Team:
 
     def tell(self, message: Any, rank: int | None = None) -> None:
         """Say something to one rank, or to all. Raises OSError when one does not take it."""
-        for receiver in self._channels if rank is None else [rank]:
-            self._channels[receiver].send(message)
+        self.deal(dict.fromkeys(self._channels if rank is None else [rank], message))
+
+    def deal(self, messages: Mapping[int, Any]) -> None:
+        """Say to each rank what is for it; they take it at the same time, however large. Raises
+        OSError when one does not.
+        """
+        for rank, message in messages.items():
+            self._channels[rank].post(message)
+        wait = Countdown(self.limits.exchange_s)
+        taking = [self._channels[rank] for rank in messages]
+        while taking := [channel for channel in taking if channel.has_output]:
+            ready = select.select([], taking, [], wait.slice_s)[1]
+            for channel in ready:
+                channel.flush()
+            if not ready and wait.is_over:
+                raise TimeoutError("the other side does not read")
 
     def answer(self, rank: int, kind: type[T], wait_s: float | None = None) -> T:
         """What a rank answers, a message of this kind, within `wait_s` seconds; None: as long as a

@@ -290,6 +290,7 @@ class EngineThread:
             sampling=work.sampling,
             stop=work.stop,
             alternatives=work.alternatives,
+            goes_on=True,
         )
 
     def _likeliest(

@@ -95,8 +95,8 @@ def _make(making: StepMaker, step: MadeStep, table: pa.Table) -> dict[str, float
             f" {table.column_names}; give a loss that reads these"
         )
     making.step = step.step - 1
-    making.begin(table.to_batches())
-    while making.parts:
+    making.take_all(table)
+    while making.micro_batches:
         making.micro()
     outcome = making.end(float(step.metrics["lr"]))
     figures = {"loss": outcome.loss, "grad_norm": outcome.grad_norm}

@@ -15,7 +15,7 @@ from dataflow.folder.knobs_by_step import KnobsByStep
 from dataflow.folder.ledger import MadeStep
 from dataflow.model import Model
 from dataflow.records import GROUP_ID, MASK
-from dataflow.rules import QueuedGroup, ReorderBuffer, queue_prompts, row_room
+from dataflow.rules import QueuedGroup, ReorderBuffer, begins_early, queue_prompts, row_room
 from dataflow.runtime import Batch, Context, KnobsInForce, Runtime
 from operators.trainer import TrainerKnobs
 from operators.training.batches import Drops, step_metrics
@@ -65,7 +65,7 @@ class TrainerRuntime(Runtime):
     consumes: whole groups of one source, in any order
     produces: weights on the weight plane; per step a rollouts file, a ledger entry, a line of
         metrics
-    waits for: the next group in issue order
+    waits for: the next group in issue order; those that are there it computes meanwhile
     unblocked by: its arrival; a call of `work` does one micro-batch
 
     One that starts behind the ledger first catches up (`catch_up`), and neither publishes nor takes
@@ -112,7 +112,9 @@ class TrainerRuntime(Runtime):
         self._bound = self._knobs.bound(start + 1, self._declared)
         self._group_rows = 1
         self._groups: list[QueuedGroup] = []
-        """Of the step under way."""
+        """Of the step under way, or of the next."""
+        self._taken = 0
+        """How many of them are in its micro-batches."""
         self._drops = Drops(
             context, self._journal, learner.loss.columns, self._bound, trainer.prompts_per_step
         )
@@ -194,35 +196,34 @@ class TrainerRuntime(Runtime):
         self._saver.note()
         if self._done:
             return [] if self._saver.wait_for_copies() else None
-        if self._making.rows is None and self._behind is None:
+        if self._behind is None and not self._making.is_whole:
             self._between_steps()
             self._collect()
         if not self._awake or not self._has_work:
             return None
-        if self._behind is None and self._making.rows is None and self._is_complete:
-            self._begin_step()
         if self._behind is not None:
             self._catch_up(self._behind)
-        elif self._making.rows is None:
+        elif self._ending == "drain" and not self._making.is_whole:
             self._finish()
-        elif self._making.parts:
+        elif self._making.micro_batches:
             self._making.micro()
-        else:
+        elif self._making.is_whole:
             self._end_step()
+        else:
+            self._finish()
         return []
 
     def pending(self) -> int:
-        """Rows of the step under way, or of one that could begin; steps that it lacks."""
+        """Rows of the step under way, unless it waits for more; of one that could begin; steps that
+        it lacks.
+        """
         if self._done:
             return 0
         if self._behind is not None:
             return max(1, self._behind.left)
-        rows = self._making.rows
-        return (
-            max(1, rows.rollouts)
-            if rows is not None
-            else int(self._buffer.is_ready or self._has_work)
-        )
+        if self._making.is_whole or self._making.micro_batches:
+            return sum(group.records.num_rows for group in self._groups)
+        return int(self._buffer.is_ready or self._has_work)
 
     def waits(self) -> Sequence[Any]:
         """The weight planes' sockets, where they have some."""
@@ -306,7 +307,7 @@ class TrainerRuntime(Runtime):
         """A slice of the way to the last committed step; at its end, or when it is to end, what
         comes after it.
         """
-        if self._ending == "drain" and self._making.rows is None:
+        if self._ending == "drain" and not self._making.is_begun:
             self._finish()
             return
         if not behind.work():
@@ -337,14 +338,16 @@ class TrainerRuntime(Runtime):
     @property
     def _is_complete(self) -> bool:
         """Whether the groups of a step are there that it is to make."""
-        return len(self._groups) == self._trainer.prompts_per_step and self._ending != "drain"
+        return self._making.is_whole or (
+            len(self._groups) == self._trainer.prompts_per_step and self._ending != "drain"
+        )
 
     @property
     def _has_work(self) -> bool:
-        """Whether there is a step to make, or an end to come to."""
+        """Whether there is something of a step to compute, or an end to come to."""
         return bool(
             self._behind is not None
-            or self._making.rows is not None
+            or self._making.micro_batches
             or self._is_complete
             or self._ending
         )
@@ -354,20 +357,36 @@ class TrainerRuntime(Runtime):
         while self._ending != "drain" and not self._is_complete:
             group = self._buffer.take()
             if group is None:
-                return
+                break
             reason = self._drops.reason(group.records, self._making.step)
             if reason is None:
                 self._groups.append(group)
             else:
                 self._drop([group], reason)
                 self._drops.check()
+        if self._awake and (self._is_complete or (self._begins_early and self._ending != "drain")):
+            self._take()
+
+    @property
+    def _begins_early(self) -> bool:
+        """Whether it has its devices while others generate."""
+        ahead = 1 if self._bound is None else self._bound.max_staleness
+        on_cpu = self._context.devices.device.startswith("cpu")
+        return self._learner.parked is None and begins_early(ahead, on_cpu=on_cpu)
+
+    def _take(self) -> None:
+        """Let what is there be computed."""
+        for group in self._groups[self._taken :]:
+            self._taken += 1
+            is_last = self._taken == self._trainer.prompts_per_step
+            self._making.take(group.records, is_last=is_last)
 
     def _between_steps(self) -> None:
-        """What was asked for since the last step began: other knobs for the next, a checkpoint of
-        the last.
+        """What was asked for since the last step ended: other knobs for the next, until it is
+        begun, and a checkpoint of the last.
         """
         step, knobs = self._making.step, self._knobs
-        if knobs.is_behind:
+        if knobs.is_behind and not self._making.is_begun:
             changes = knobs.take(step + 1, self._declared)
             self._context.log.info(
                 "knobs changed", node=self._context.node, now=[str(change) for change in changes]
@@ -375,11 +394,6 @@ class TrainerRuntime(Runtime):
         self._bound = self._drops.bound = knobs.bound(step + 1, self._declared)
         self._saver.every = knobs.at(step + 1).checkpoint_every
         self._saver.keep_asked(step)
-
-    def _begin_step(self) -> None:
-        pace = self._making.pace
-        pace.add("wait", self._context.clock() - pace.free)
-        self._making.begin([group.records for group in self._groups])
 
     def _drop(self, groups: Sequence[QueuedGroup], reason: str) -> None:
         """Give groups up; the generators learn it at once, because they wait for others in their
@@ -403,11 +417,10 @@ class TrainerRuntime(Runtime):
             self._making,
             self._journal,
         )
-        rows, rate, pace = making.rows, making.rate, making.pace
-        assert rows is not None
+        rows, rate, pace = making.rows(), making.rate, making.pace
         outcome = making.end(rate)
         self._loss = outcome.loss
-        groups, self._groups = self._groups, []
+        groups, self._groups, self._taken = self._groups, [], 0
         if outcome.culprit is not None:
             self._skip(groups, outcome.culprit)
             self._rest()
@@ -475,6 +488,7 @@ class TrainerRuntime(Runtime):
 
     def _finish(self) -> None:
         """The last checkpoint; at the end of the rows, what is too little for a step is dropped."""
+        self._making.abandon()
         self._drops.record(self._making.step + 1)
         if self._ending == "end" and self._behind is None:
             leftover, self._groups = [*self._groups, *self._buffer.rest()], []

@@ -22,15 +22,16 @@ from dataflow.folder.finished import take_out_abandoned
 from dataflow.folder.knobs_by_step import KnobsByStep
 from dataflow.folder.ledger import MadeStep
 from dataflow.records import GROUP_ID, MASK, NEW_LOGPROBS, ROLLOUT_ID, TOKENS, AnyArray
+from dataflow.rules import ends_part
 from dataflow.runtime import Context
 from dataflow.system.files import RunFolderError
-from dataflow.tokens.ragged import flat, list_lengths
+from dataflow.tokens.ragged import flat, group_slices, list_lengths
 from operators.trainer import TrainerKnobs, learning_rate
 from operators.training.checkpoints.saving import CheckpointSaver
 from operators.training.learner import memory
-from operators.training.learner.learner import Learner, StepOutcome
+from operators.training.learner.learner import Learner, MicroBatch, StepOutcome
 from operators.training.learner.loss_function import read_loss
-from operators.training.learner.rows import StepRows, step_rows
+from operators.training.learner.rows import StepRows, cost, step_rows
 
 
 @dataclass
@@ -123,15 +124,17 @@ class NewLogprobs:
 
 def rank_logprobs(*, learner: Learner, rank: int, ranks: int) -> dict[str, Any]:
     """What one rank has computed, as plain values."""
-    rows, values_S = learner.new_logprobs()
-    counts = np.r_[0, np.cumsum(~np.isnan(values_S))]
-    is_computed_R = counts[rows.offsets[1:]] > counts[rows.offsets[:-1]]
-    lengths_R = np.diff(rows.offsets)
-    return {
-        "rollouts": rows.rollout_ids_R[is_computed_R].astype(np.int64).tobytes(),
-        "ends": np.cumsum(lengths_R[is_computed_R]).astype(np.int64).tobytes(),
-        "values": values_S[np.repeat(is_computed_R, lengths_R)].tobytes(),
-    }
+    rollouts, lengths, values = b"", [np.zeros(0, np.int64)], b""
+    for part in learner.parts:
+        rows = part.rows
+        counts = np.r_[0, np.cumsum(~np.isnan(part.new_S))]
+        is_computed_R = counts[rows.offsets[1:]] > counts[rows.offsets[:-1]]
+        lengths_R = np.diff(rows.offsets)
+        rollouts += rows.rollout_ids_R[is_computed_R].astype(np.int64).tobytes()
+        lengths.append(lengths_R[is_computed_R])
+        values += part.new_S[np.repeat(is_computed_R, lengths_R)].tobytes()
+    ends = np.cumsum(np.concatenate(lengths)).astype(np.int64).tobytes()
+    return {"rollouts": rollouts, "ends": ends, "values": values}
 
 
 # Knobs of a learner that change between two steps, on each of its ranks; imports torch.
@@ -170,8 +173,12 @@ def take_knobs(
 class StepMaker:
     """What is left of the step under way, and how many are behind the weights.
 
-    The same rows on the same weights give the same weights, bit for bit on a CPU: nothing else is
-    read.
+    consumes: the groups of a step, in order; those that are there are computed while others are
+        still on their way (`ends_part`)
+    produces: the weights after the step
+
+    The same groups in the same order on the same weights give the same weights, bit for bit on a
+    CPU: nothing else is read, and no time is.
     """
 
     def __init__(
@@ -189,12 +196,15 @@ class StepMaker:
         """
         self.learner, self.step = learner, step
         self.knobs = knobs or KnobsByStep(trainer, ())
-        self.rows: StepRows | None = None
-        """Of the step under way."""
         self._trainer, self._clock, self._span = trainer, context.clock, context.span
         """The trainer with the knobs that its learner goes by."""
         self._decay_steps = _decay_steps(self.knobs.at(step + 1), context, decay_steps)
-        self._parts: list[AnyArray] = []
+        self._uncut: list[pa.RecordBatch] = []
+        self._uncut_tokens = 0
+        self._parts: list[StepRows] = []
+        self._micro_batches: deque[MicroBatch] = deque()
+        self.is_whole = False
+        """Whether all groups of the step under way are there."""
         self.seconds = 0.0
         """Of work for the step under way, or for the last one."""
         now = context.clock()
@@ -202,9 +212,14 @@ class StepMaker:
         """Of the step under way, or of the wait for it."""
 
     @property
-    def parts(self) -> int:
-        """Micro-batches that the step under way still lacks."""
-        return len(self._parts)
+    def micro_batches(self) -> int:
+        """Those of the step under way that can be computed now."""
+        return len(self._micro_batches)
+
+    @property
+    def is_begun(self) -> bool:
+        """Whether a step is under way, on the knobs that it has."""
+        return bool(self._parts)
 
     @property
     def rate(self) -> float:
@@ -226,23 +241,65 @@ class StepMaker:
         """
         return self._decay_steps and (self.knobs.at(self.step + 1).decay_steps or self._decay_steps)
 
-    def begin(self, groups: Sequence[pa.RecordBatch]) -> None:
-        """Start the next step, of these groups. RecordError as `step_rows`."""
-        began = self._clock()
-        with self._span("packing"):
-            self._take_knobs(self.knobs.at(self.step + 1))
-            self.rows = step_rows(groups, self.learner.loss.columns)
-            self.bring()
-            self._parts = self.learner.begin(self.rows, self.step)
-        self.seconds = 0.0
-        self._add("forward_backward", began)
+    def take(self, group: pa.RecordBatch, *, is_last: bool) -> None:
+        """The next group of the step. RecordError as `step_rows`."""
+        self._uncut.append(group)
+        ends = np.r_[0, np.cumsum(list_lengths(group.column(TOKENS)))]
+        self._uncut_tokens += cost(flat(group.column(TOKENS)), ends, 0, group.num_rows)
+        self.is_whole = is_last
+        if is_last or ends_part(
+            len(self._uncut),
+            self._uncut_tokens,
+            step_groups=self._trainer.prompts_per_step,
+            most=self.learner.part_tokens,
+        ):
+            self._cut()
+
+    def take_all(self, rows: pa.Table) -> None:
+        """All groups of the step, in order. RecordError as `step_rows`."""
+        groups = [
+            records.slice(first, count)
+            for records in rows.combine_chunks().to_batches()
+            for _, first, count in group_slices(records)
+        ]
+        for number, group in enumerate(groups, 1):
+            self.take(group, is_last=number == len(groups))
 
     def micro(self) -> None:
         """The next micro-batch."""
         began = self._clock()
         with self._span("forward and backward"):
-            self.learner.micro(self._parts.pop(0))
+            self.learner.micro(self._micro_batches.popleft())
         self._add("forward_backward", began)
+        if not self._micro_batches:
+            self.pace.free = self._clock()
+
+    def abandon(self) -> None:
+        """Forget the step under way: nothing of it is in the weights."""
+        self._uncut, self._uncut_tokens, self._parts, self.is_whole = [], 0, [], False
+        self._micro_batches.clear()
+
+    def rows(self) -> StepRows:
+        """Of the step under way."""
+        return StepRows.joined(self._parts)
+
+    def _cut(self) -> None:
+        began = self._clock()
+        if not self._micro_batches:
+            self.pace.add("wait", began - self.pace.free)
+        if not self.is_begun:
+            self.seconds = 0.0
+        with self._span("packing"):
+            if not self.is_begun:
+                self._take_knobs(self.knobs.at(self.step + 1))
+                self.bring()
+                self.learner.open(self.step)
+            rows = step_rows(self._uncut, self.learner.loss.columns)
+            self._parts.append(rows)
+            self._micro_batches.extend(self.learner.add(rows))
+        self._uncut, self._uncut_tokens = [], 0
+        self._add("forward_backward", began)
+        self.pace.free = self._clock()
 
     def end(self, rate: float) -> StepOutcome:
         """The update, with this learning rate; the weights and `step` stay where anything was not
@@ -252,7 +309,7 @@ class StepMaker:
         with self._span("optimizer"):
             self.bring(moments=True)
             outcome = self.learner.end(rate)
-        self.rows = None
+        self.abandon()
         if outcome.culprit is None:
             self.step += 1
             if self.learner.refreshed and not all(
@@ -375,9 +432,9 @@ class CatchUp:
 
         Raises OperatorError where a step that was made cannot be made again.
         """
-        if self._making.parts:
+        if self._making.micro_batches:
             self._making.micro()
-        elif self._making.rows is not None:
+        elif self._making.is_whole:
             self._end(self._left.popleft())
         elif self._left:
             self._begin(self._left[0])
@@ -385,7 +442,7 @@ class CatchUp:
             return False
         return True
 
-    def _read(self, step: MadeStep) -> list[pa.RecordBatch] | None:
+    def _read(self, step: MadeStep) -> pa.Table | None:
         """What a step trained; None where that is lost, and the ledger was taken back."""
         context = self._context
         assert context.folder is not None, "a run with a ledger has a folder"
@@ -395,15 +452,16 @@ class CatchUp:
         except RunFolderError as error:
             self._take_back(step.step - 1, str(error))
             return None
-        return list(table.to_batches())
+        return table
 
     def _begin(self, step: MadeStep) -> None:
-        groups = self._read(step)
-        if groups is None:
+        rows = self._read(step)
+        if rows is None:
             return
         try:
-            self._making.begin(groups)
+            self._making.take_all(rows)
         except RecordError as error:
+            self._making.abandon()
             self._take_back(step.step - 1, str(error))
 
     def _end(self, step: MadeStep) -> None:

@@ -178,10 +178,11 @@ def test_with_equal_weights_they_are_the_trainers_bit_for_bit(
     model = Model(str(saved(module, tmp_path)), dtype=dtype)
     table = forwarding(Logprobs(model, name="proximal_logprobs")).run(*groups)
     rows = step_rows(groups, ("logprobs",))
-    trained = make_learner(Trainer(model), model, node="trainer", device="cpu").forward
-    new = trained.computed(pack(rows.tokens.ids, rows.tokens.mask, rows.offsets), None, ())[
-        "new_logprobs"
-    ]
+    learner = make_learner(Trainer(model), model, node="trainer", device="cpu")
+    learner.open(0)
+    with learner.computing():
+        tree = pack(rows.tokens.ids, rows.tokens.mask, rows.offsets)
+        new = learner.forward.computed(tree, None, ())["new_logprobs"]
     found = flat(lists_of(table, "proximal_logprobs"))
     assert np.array_equal(found[rows.chosen_S], new.detach().numpy().astype(np.float64))
     assert not found[~rows.chosen_S].any()

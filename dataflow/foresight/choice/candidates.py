@@ -6,7 +6,7 @@ import dataclasses
 import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 from dataflow.foresight.catalogue import DeviceKind, device_kind
@@ -19,7 +19,7 @@ from dataflow.graph import Graph
 from dataflow.node import Generate, Learn, Operator
 from dataflow.planning.gpu_groups import Wishes
 from dataflow.planning.hosts import Devices, Host
-from dataflow.planning.memory_need import need_of
+from dataflow.planning.memory_need import by_way, first_way, need_of
 from dataflow.structure import group_size, sources_of
 
 # How a trainer's ranks share its model out: the way that fits into their memory and takes the
@@ -117,7 +117,10 @@ def best_learner(
         traits = variant.traits
         if ranks % traits.split.least_ranks:
             continue
-        need = need_of(graph, variant, size, ranks, on_gpu=True)
+        needs = partial(need_of, graph, size=size, ranks=ranks, on_gpu=True)
+        variant = by_way(variant, first_way(variant, needs, room))
+        traits = variant.traits
+        need = needs(variant)
         if need is not None and need.total > room:
             continue
         candidate = Learners(

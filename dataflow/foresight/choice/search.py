@@ -21,7 +21,7 @@ from dataflow.graph import Graph
 from dataflow.node import Generate, Learn, Operator
 from dataflow.planning.gpu_groups import Wishes
 from dataflow.planning.hosts import Devices
-from dataflow.planning.memory_need import DoesNotFit, need_of
+from dataflow.planning.memory_need import DoesNotFit, by_way, need_of
 from dataflow.planning.placement import table
 
 BEST = 10
@@ -257,8 +257,14 @@ class LacksMemory:
         in_turn = operator.name in candidate.in_turn
         key = (operator.name, candidate.declared, ranks, in_turn)
         if key not in self._needs and operator.uses is not None:
+            ways = operator.traits.training.ways
             need = need_of(
-                graph, operator, size_of(operator.uses.source), ranks, on_gpu=True, in_turn=in_turn
+                graph,
+                by_way(operator, ways[-1] if ways else {}),
+                size_of(operator.uses.source),
+                ranks,
+                on_gpu=True,
+                in_turn=in_turn,
             )
             self._needs[key] = need.total if need is not None else 0
         return self._needs.get(key, 0)

@@ -3,7 +3,7 @@ has them.
 """
 
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import reduce
@@ -14,14 +14,11 @@ from dataflow.graph import Graph
 from dataflow.model import LoRA, Model
 from dataflow.node import Generate, Operator
 from dataflow.planning.hosts import Devices
-from dataflow.planning.memory_need import DoesNotFit
+from dataflow.planning.memory_need import SPARE, DoesNotFit
 from dataflow.planning.plan import Plan, plan
 
 FLAGS: ContextVar[frozenset[str]] = ContextVar("flags", default=frozenset())
 """Names of the flags of the program that asks, as gradient_checkpointing."""
-SPARE = 0.93
-"""Of a device's memory, what a plan that is advised may take: frameworks, and holes between
-tensors, have the rest."""
 _LEAST_TOKENS = 1024
 """Of a micro-batch: smaller ones keep a device waiting."""
 
@@ -116,7 +113,8 @@ def changes(graph: Graph) -> Iterator[Remedy]:
         (generator.traits.sampling.max_tokens or 0 for generator in generators), default=0
     )
     for trainer in trainers:
-        if not trainer.traits.training.gradient_checkpointing:
+        training = trainer.traits.training
+        if not (training.gradient_checkpointing or "gradient_checkpointing" in _open(trainer)):
             yield from _knob(trainer, "gradient_checkpointing", True)
     models = {trainer.uses: trainer for trainer in trainers if trainer.uses is not None}
     for model, owner in models.items():
@@ -125,7 +123,7 @@ def changes(graph: Graph) -> Iterator[Remedy]:
     for trainer in trainers:
         tokens = trainer.traits.training.micro_batch_tokens
         for fewer in (tokens // 2, tokens // 4):
-            if fewer >= max(_LEAST_TOKENS, longest):
+            if fewer >= max(_LEAST_TOKENS, longest) and "micro_batch_tokens" not in _open(trainer):
                 yield from _knob(trainer, "micro_batch_tokens", fewer)
     for trainer in trainers:
         if not trainer.traits.training.offloads:
@@ -144,6 +142,11 @@ def changes(graph: Graph) -> Iterator[Remedy]:
         for ranks in (2, 4, 8):
             if ranks > generator.traits.split.tensor_parallel:
                 yield from _knob(generator, "tensor_parallel", ranks)
+
+
+def _open(operator: Operator) -> Collection[str]:
+    """Knobs that are left to the plan, which has tried them."""
+    return {knob for way in operator.traits.training.ways for knob in way}
 
 
 def _knob(operator: Operator, knob: str, value: Any) -> Iterator[Remedy]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
@@ -48,6 +49,8 @@ class TrainerCosts:
     """From there until generators can take it in."""
     shared: int = 0
     """Ranks on shared processors; 0: they have their own devices."""
+    part_tokens: float = math.inf
+    """See `dataflow.rules.ends_part`."""
 
 
 @dataclass(frozen=True, kw_only=True)

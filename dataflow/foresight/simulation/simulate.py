@@ -22,7 +22,7 @@ from dataflow.foresight.simulation.generator import SimulatedGroup, SimulatedRep
 from dataflow.foresight.simulation.scenario import Scenario, ScorerCosts
 from dataflow.foresight.simulation.turns import SimulatedTurns
 from dataflow.foresight.training import LAST
-from dataflow.rules import InOrder, issue_until, queue_prompts, row_room
+from dataflow.rules import InOrder, ends_part, issue_until, queue_prompts, row_room
 from dataflow.staleness import Bound, capacity, sweep
 from transport.data.credit import next_receiver
 
@@ -58,6 +58,8 @@ class SimulatedTrainer:
         )
         self._groups: list[SimulatedGroup] = []
         """Of the step that is to come, or under way."""
+        self._computed = 0
+        """How many of them it has computed, or computes."""
         self._event: Event | None = None
         self._alive = True
         self.steps = 0
@@ -74,12 +76,12 @@ class SimulatedTrainer:
         self.go_on()
 
     def go_on(self) -> None:
-        """Take in what there is room for, and begin a step if its groups are there."""
+        """Take in what there is room for, and compute what is there of a step."""
         self._let_in()
         if self._event is not None or not self._alive:
             return
         scenario = self._scenario
-        while len(self._groups) < scenario.prompts_per_step:
+        while not self._has_part:
             group_and_drop = self._queue.take()
             if group_and_drop is None:
                 self._shared.look()
@@ -98,16 +100,36 @@ class SimulatedTrainer:
         if not self._shared.has(NODE):
             return
         costs, size = scenario.trainer, scenario.group_size
-        rollouts = size * len(self._groups)
-        tokens = (
-            sum(group.tokens + scenario.prompt_tokens for group in self._groups) - LAST * rollouts
-        )
-        seconds = costs.step_s + costs.token_s * tokens
+        groups, self._computed = self._groups[self._computed :], len(self._groups)
+        tokens = self._tokens(groups) - LAST * size * len(groups)
+        is_last = self._computed == scenario.prompts_per_step
+        seconds = costs.token_s * tokens + costs.step_s * is_last
         self._usage.begins()
-        self._event = self._clock.after(seconds, self._made, shared=costs.shared)
+        self._event = self._clock.after(
+            seconds, self._made if is_last else self._part_made, shared=costs.shared
+        )
+
+    def _tokens(self, groups: Sequence[SimulatedGroup]) -> float:
+        return sum(group.tokens + self._scenario.prompt_tokens for group in groups)
+
+    @property
+    def _has_part(self) -> bool:
+        """Whether groups are there that are computed now."""
+        groups, step_groups = self._groups[self._computed :], self._scenario.prompts_per_step
+        return len(self._groups) == step_groups or ends_part(
+            len(groups),
+            self._tokens(groups),
+            step_groups=step_groups,
+            most=self._scenario.trainer.part_tokens,
+        )
+
+    def _part_made(self) -> None:
+        self._event = None
+        self._usage.ends()
+        self.go_on()
 
     def wants(self) -> bool:
-        """Whether it makes a step, or has all groups of one."""
+        """Whether it computes, or has all groups of a step."""
         return self._event is not None or len(self._groups) == self._scenario.prompts_per_step
 
     def fail(self) -> None:
@@ -116,6 +138,7 @@ class SimulatedTrainer:
             self._clock.cancel(self._event)
             self._event = None
             self._usage.ends()
+        self._computed = 0
         self._alive = False
 
     def restart(self) -> None:
@@ -136,7 +159,7 @@ class SimulatedTrainer:
     def _made(self) -> None:
         self._event = None
         self._usage.ends()
-        groups, self._groups = self._groups, []
+        groups, self._groups, self._computed = self._groups, [], 0
         if self.steps >= self._first:
             for group in groups:
                 for version, count in group.from_versions:

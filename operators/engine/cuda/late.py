@@ -23,6 +23,7 @@ from dataflow.records import AnyArray
 class _Step:
     tickets: AnyArray
     flags: torch.Tensor
+    checksum: torch.Tensor | None
     done: torch.cuda.Event | None
 
 
@@ -34,21 +35,31 @@ class LateFlags:
         self.lag = lag
         self._cuda = device.type == "cuda"
         self._room = torch.zeros(lag + 1, slots, dtype=torch.bool, pin_memory=self._cuda)
+        self._checksums = torch.zeros(lag + 1, dtype=torch.int64, pin_memory=self._cuda)
+        self.checksum = 0
+        """The last that came."""
         self._steps: deque[_Step] = deque()
         self._pushed = 0
         self._side = torch.cuda.Stream(device) if self._cuda else None  # type: ignore[no-untyped-call]
         self._read: torch.cuda.Event | None = None
 
-    def push(self, tickets: AnyArray, flags: torch.Tensor) -> None:
-        """Add the flags bool [n] of the newest step; `tickets` int64 [n] name their rows."""
+    def push(
+        self, tickets: AnyArray, flags: torch.Tensor, checksum: torch.Tensor | None = None
+    ) -> None:
+        """Add the flags bool [n] of the newest step; `tickets` int64 [n] name their rows. checksum:
+        a number, int64 [], that comes with them.
+        """
         assert len(self._steps) <= self.lag, "the flags of earlier steps are to be read first"
-        room = self._room[self._pushed % (self.lag + 1), : len(flags)]
+        turn = self._pushed % (self.lag + 1)
+        room = self._room[turn, : len(flags)]
         room.copy_(flags, non_blocking=True)
+        if checksum is not None:
+            checksum = self._checksums[turn].copy_(checksum, non_blocking=True)
         done = None
         if self._cuda:
             done = torch.cuda.Event()  # type: ignore[no-untyped-call]
             done.record(torch.cuda.current_stream(flags.device))
-        self._steps.append(_Step(tickets.copy(), room, done))
+        self._steps.append(_Step(tickets.copy(), room, checksum, done))
         self._pushed += 1
 
     def due(self) -> AnyArray:
@@ -80,5 +91,7 @@ class LateFlags:
         if step.done is not None:
             step.done.synchronize()
             self._read = step.done
+        if step.checksum is not None:
+            self.checksum = int(step.checksum)
         flagged: AnyArray = step.tickets[step.flags.numpy()]
         return flagged

@@ -133,7 +133,7 @@ def paged_attention(
     limits = chip(query.device)
     tiles = fitted(tiles, (wide + value_wide) * keys.element_size(), limits.shared_bytes)
     table, positions = layout.table, layout.positions
-    parts = splits(rows, kv_heads, table.shape[1] * PAGE, limits.multiprocessors, tiles.block)
+    parts = splits(rows, kv_heads, layout.longest, limits.multiprocessors, tiles.block)
     out = torch.empty(rows, heads, value_width, dtype=query.dtype, device=query.device)
     if parts == 1:
         mixed, most, total = out, out, out

@@ -128,7 +128,7 @@ def decode_attention(
     out = torch.empty(rows, heads, width, dtype=query.dtype)
     units = torch.empty(3 * rows, dtype=torch.int64)
     scratch = torch.empty(threads * size)
-    runs, shared = layout.runs, layout.shared
+    runs, shared = (None, None) if layout.runs is None else layout.runs()
     kernel(
         query.data_ptr(),
         query.stride(1),

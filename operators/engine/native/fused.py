@@ -16,7 +16,12 @@ from typing import Any
 import numpy as np
 import torch
 
-from operators.engine.attention import AttentionLayout, KVCache, huge_pages
+from operators.engine.attention import (
+    AttentionLayout,
+    KVCache,
+    copy_partial_pages,
+    huge_pages,
+)
 from operators.engine.native.attention import DTYPES, library
 from operators.engine.native.packing import LONG, POINTER, PackedWeights, reason_against
 from operators.engine.pages import PAGE, Prefix
@@ -85,6 +90,7 @@ class NativeRows:
         the prefixes.
         """
         n = len(tokens)
+        runs, shared = (None, None) if layout.runs is None else layout.runs()
         if not new:
             return NativeRows(
                 tokens=tokens.contiguous(),
@@ -92,8 +98,8 @@ class NativeRows:
                 longest=layout.longest,
                 table=layout.table,
                 table_rows=None,
-                runs=layout.runs,
-                shared=layout.shared,
+                runs=runs,
+                shared=shared,
                 near=None,
                 alike=None,
                 wanted=None,
@@ -110,7 +116,6 @@ class NativeRows:
             table[n + i, : len(prefix.tables[0])] = torch.tensor(
                 prefix.tables[0], dtype=torch.int32
             )
-        runs, shared = layout.runs, layout.shared
         if runs is None or shared is None:
             runs, shared = torch.arange(n + 1, dtype=torch.int32), torch.zeros(n, dtype=torch.int32)
         fresh = np.concatenate(
@@ -162,22 +167,6 @@ class NativeRows:
             wanted_count=0 if self.wanted is None else len(self.wanted),
             logits=place(logits),
         )
-
-
-def copy_partial_pages(
-    layers: Sequence[tuple[torch.Tensor, torch.Tensor]], new: Sequence[Prefix]
-) -> None:
-    """Give each row of a new prefix its copy of the last page, where that is not full."""
-    pairs: list[tuple[Any, Any]] = []
-    for prefix in new:
-        last = len(prefix.tokens) // PAGE
-        if len(prefix.tokens) % PAGE:
-            pairs += [(prefix.tables[0][last], table[last]) for table in prefix.tables[1:]]
-    if pairs:
-        origin, target = torch.tensor(pairs).T
-        for keys, values in layers:
-            keys[target] = keys[origin]
-            values[target] = values[origin]
 
 
 def supports(model: torch.nn.Module) -> bool:
@@ -263,7 +252,7 @@ class FusedStep:
         Args:
             tokens: the newest token of each row, int64 [n].
             positions: where it stands, int64 [n].
-            layout: table, runs, shared and longest of the rows; its positions are not read.
+            layout: table, runs and longest of the rows; its positions are not read.
             new: prefixes to compute anew; their pages, the partial one of each row too, are filled.
                 What a prefix has cached was there before, or is computed by an earlier one of
                 these.
@@ -274,7 +263,7 @@ class FusedStep:
         """
         work = NativeRows.of(tokens, positions, layout, new)
         decoder, threads = self._weights.decoder, torch.get_num_threads()
-        layers = self._attach(cache)
+        self._attach(cache)
         self._reach(work.longest)
         logits = torch.empty(
             work.rows if work.wanted is None else len(work.wanted), decoder.vocabulary
@@ -301,10 +290,10 @@ class FusedStep:
                 f" {int(work.positions[wrong])}; give tokens below {decoder.vocabulary} at"
                 f" positions below {work.longest}, with pages in the table"
             )
-        copy_partial_pages(layers, new)
+        copy_partial_pages(cache, new, torch.from_numpy)
         return logits
 
-    def _attach(self, cache: KVCache) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    def _attach(self, cache: KVCache) -> None:
         """Point the layers to the cache's tensors, which are allocated where they are missing."""
         decoder = self._weights.decoder
         expected = (decoder.heads, PAGE, decoder.width)
@@ -326,7 +315,6 @@ class FusedStep:
                 )
             layer.keys, layer.values = keys.data_ptr(), values.data_ptr()
             decoder.cache_halves = keys.dtype == torch.bfloat16
-        return layers
 
     def _reach(self, longest: int) -> None:
         """Have the angles of the model's own rotary embedding for positions below `longest`."""

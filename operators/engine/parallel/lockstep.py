@@ -3,8 +3,9 @@ step, and the life of a rank behind it.
 
 An engine's state is a function of what it was told and of the tokens that were drawn, and the
 gathered logits are the same bytes on every rank, so all ranks draw the same tokens without sending
-them. Each message that begins a step carries a checksum of rank 0's rows, so a rank that drew
-otherwise ends with an error before it can answer wrongly.
+them. Each message that begins a step carries a checksum of rank 0's rows, and of their tokens as
+far as these have come from the device by themselves: a rank with other rows ends with an error at
+once, one with other tokens within `decode.CHECK_STEPS` steps.
 """
 
 from __future__ import annotations
@@ -36,7 +37,6 @@ from dataflow.system.forking import has_used_cuda
 from dataflow.system.messages import Channel, Message, Secret
 from dataflow.tokens.rollout_tokens import RolloutTokens
 from dataflow.weight_ends import WeightsBeside, WeightSite
-from operators.engine.attention import default_budget
 from operators.engine.build import BuiltEngine, build_native
 from operators.engine.decode import Engine, put_aside
 from operators.engine.interface import EndedRollout, PromptStart
@@ -139,27 +139,21 @@ def make_member(
     own = sliced(
         model, functools.partial(distribute, mesh=mesh, device=device, name=model.name), loading
     )
-    budget = declaration.cache_bytes
-    if budget is None:
-        free = default_budget(device, sum(shard.local.nbytes for shard in own.shards.values()))
-        budget = least(free // size if device.type == "cpu" else free)
     shares = Sliced(cut_rows(own.shards), largest, functools.partial(connect, own.module, mesh))
-    budgeted = dataclasses.replace(declaration, cache_bytes=budget)
-    built = build_native(budgeted, context, own.module, shares, own.merged)
+
+    def agreed(nbytes: int) -> int:
+        return least(nbytes // size if device.type == "cpu" else nbytes)
+
+    built = build_native(declaration, context, own.module, shares, own.merged, agreed)
     return RankEngine(built, taken(own.shards, built.engine.tensors), context.devices.aside)
 
 
 def state_of(engine: Engine) -> int:
-    """A checksum of the weights' version and of the live rows: whose they are, how long, and their
-    newest tokens; equal on all ranks.
+    """A checksum of the weights' version and of the live rows: whose they are, how long, and what
+    has come of their tokens' checksums; equal on all ranks, and known without asking a device.
     """
     rows = engine.rows
-    state = [
-        np.array([engine.version]),
-        rows.ticket[: rows.n],
-        rows.lengths,
-        rows.last.cpu().numpy(),
-    ]
+    state = [np.array([engine.version, engine.checksum]), rows.ticket[: rows.n], rows.lengths]
     return zlib.crc32(np.concatenate(state).astype(np.int64).tobytes())
 
 
@@ -197,6 +191,7 @@ class StartMessage(Message, kw_only=True):
     seeds: tuple[int, ...]
     sampling: Sampling | None
     stop: tuple[str | int, ...] | None
+    goes_on: bool
     partial: tuple[RolloutTokens | None, ...]
     """Of each rollout, what it had drawn before it starts again."""
 
@@ -210,6 +205,7 @@ class StartMessage(Message, kw_only=True):
             seeds=tuple(map(int, start.seeds)),
             sampling=start.sampling,
             stop=None if start.stop is None else tuple(start.stop.strings),
+            goes_on=start.goes_on,
             partial=tuple(None if rollout is None else rollout.tokens for rollout in start.partial),
         )
 
@@ -222,6 +218,7 @@ class StartMessage(Message, kw_only=True):
             seeds=self.seeds,
             sampling=self.sampling,
             stop=None if self.stop is None else stops(self.stop),
+            goes_on=self.goes_on,
             partial=[
                 None if tokens is None else PartialRollout(begin=0, tokens=tokens)
                 for tokens in self.partial

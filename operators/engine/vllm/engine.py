@@ -34,7 +34,7 @@ from dataflow.model_files import INDEX, folder_here
 from dataflow.records import AnyArray
 from dataflow.runtime import Context
 from dataflow.tokens.rollout_tokens import RolloutTokens
-from operators.engine.attention import default_budget
+from operators.engine.budget import host_budget
 from operators.engine.build import BuiltEngine, context_tokens_of, sampling_of
 from operators.engine.interface import (
     ABORTED,
@@ -287,7 +287,7 @@ class VllmEngine:
             "slots": slots,
             "context_tokens": context_tokens,
             "cache_bytes": cache_bytes,
-            "cache_budget": default_budget(torch.device("cpu"), 0),
+            "cache_budget": host_budget(),
             "page_tokens": page_tokens,
             "prefill_tokens": prefill_tokens,
             "on_update": on_update,

@@ -13,6 +13,7 @@ from dataflow.errors import Unusable
 from dataflow.model import Model
 from operators.models.loading import load_adapted, load_model
 from operators.trainer import TrainerKnobs
+from operators.training.learner.copies import ComputeCopies, adds_up_in_float32
 from operators.training.learner.cpu import DirectGradients, multiplies_bfloat16
 from operators.training.learner.learner import Forward, Learner
 from operators.training.learner.memory import OffloadedLearner, prepare
@@ -102,10 +103,17 @@ def make_learner(
         module = load_model(model, device=device, dtype="float32")
     forward = forward_of(trainer, module)
     learner = learner_of(trainer, forward, node=node, seed=seed, aside=aside)
-    is_rounded = forward.compute is not None
-    is_known = not is_rounded or (forward.compute == torch.bfloat16 and multiplies_bfloat16())
-    if is_alone and torch.device(device).type == "cpu" and not trainer.compile and is_known:
-        learner.direct = forward.direct = DirectGradients(module, is_rounded=is_rounded)
+    if not is_alone:
+        return learner
+    compute = forward.compute
+    is_known = compute is None or (compute == torch.bfloat16 and multiplies_bfloat16())
+    on_cpu = torch.device(device).type == "cpu"
+    if on_cpu and not trainer.compile and is_known:
+        learner.direct = forward.direct = DirectGradients(module, is_rounded=compute is not None)
+    if compute is not None:
+        if on_cpu:
+            adds_up_in_float32(module)
+        learner.copies = ComputeCopies(module, compute, learner.direct or ())
     return learner
 
 
@@ -117,10 +125,11 @@ def learner_of(
     aside: where it may put away what is in main memory, of one that takes turns on its devices;
     None: it does not.
     """
+    training = trainer.traits.training
     prepare(
         forward.module,
-        gradient_checkpointing=trainer.gradient_checkpointing,
-        compile=trainer.compile,
+        gradient_checkpointing=training.gradient_checkpointing,
+        compile=training.compiled,
     )
     learner = Learner(
         forward=forward,
@@ -135,7 +144,7 @@ def learner_of(
         node=node,
         normalize=trainer.normalize,
         max_grad_norm=trainer.max_grad_norm,
-        micro_batch_tokens=trainer.micro_batch_tokens,
+        micro_batch_tokens=training.micro_batch_tokens,
         skip_zero_advantage=trainer.skip_zero_advantage,
         whiten=trainer.whiten,
         seed=seed,

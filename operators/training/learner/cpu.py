@@ -141,7 +141,7 @@ class DirectGradients:
         for weight in self._weights:
             weight.register_hook(self._settling(weight))  # type: ignore[no-untyped-call]
 
-    def __contains__(self, weight: Tensor) -> bool:
+    def __contains__(self, weight: object) -> bool:
         return weight in self._weights
 
     def begin(self) -> None:
@@ -235,7 +235,7 @@ class _Embedded:
         """[..] to [.., D]."""
         layer = self._layer
         out: Tensor = _Rows.apply(layer.weight, ids, layer.padding_idx, self._gradients)  # type: ignore[no-untyped-call]
-        return out
+        return out.bfloat16() if self._gradients.is_rounded else out
 
 
 class _Product(torch.autograd.Function):

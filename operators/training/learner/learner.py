@@ -4,9 +4,11 @@ torch.
 
 from __future__ import annotations
 
+import contextlib
 import math
 import time
 from collections.abc import Callable, Collection
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -21,6 +23,7 @@ from dataflow.staleness import NO_TOKEN
 from dataflow.tokens.ragged import gather
 from dataflow.tokens.rollout_tokens import SamplingMask
 from dataflow.weight_ends import WeightsOut
+from operators.training.learner.copies import ComputeCopies
 from operators.training.learner.cpu import DirectGradients
 from operators.training.learner.diagnostics import Diagnostics, Measures, ratio_bounds, sums_of
 from operators.training.learner.loss_function import LossFunction
@@ -90,6 +93,14 @@ def _tried(loss: LossFunction, tensors: dict[str, Tensor]) -> tuple[Tensor, Tens
     return total.detach(), grad
 
 
+def step_divided(optimizer: torch.optim.Optimizer, divisor: float) -> None:
+    """The update, by gradients that are divided first, in the same pass over memory."""
+    assert getattr(optimizer, "_step_supports_amp_scaling", False), "fused AdamW divides"
+    device = optimizer.param_groups[0]["params"][0].device
+    vars(optimizer)["grad_scale"] = torch.tensor(divisor, dtype=torch.float32, device=device)
+    optimizer.step()
+
+
 NEARLY = 0.999
 """Of the largest norm of a gradient: below, none is scaled down, whatever its norm was rounded
 to."""
@@ -116,14 +127,34 @@ class StepOutcome:
 
 @dataclass(frozen=True, kw_only=True)
 class Prepared:
-    """A step before it is cut into micro-batches."""
+    """A part of a step before it is cut into micro-batches."""
 
     rows: StepRows
     """With the advantages that the loss is to read."""
-    scale_R: AnyArray
-    """What each rollout's summed loss is multiplied by."""
     computed: AnyArray
     """Rollouts that go through the model."""
+
+
+@dataclass(frozen=True, eq=False)
+class StepPart:
+    """Rollouts of a step that are cut into micro-batches together."""
+
+    rows: StepRows
+    new_S: AnyArray
+    """Once the step has ended, the log-probabilities of their tokens before the update, float32;
+    NaN where one was not trained. Empty where they are not kept."""
+
+
+@dataclass(frozen=True, eq=False)
+class MicroBatch:
+    """What goes through the model at once."""
+
+    part: StepPart
+    rollouts: AnyArray
+    """Indices into the part's."""
+
+    def __len__(self) -> int:
+        return len(self.rollouts)
 
 
 class Forward(Protocol):
@@ -144,10 +175,11 @@ class Forward(Protocol):
 
 @dataclass
 class Learner:
-    """Trains one model; one call of `micro` per micro-batch, between `begin` and `end`.
+    """Trains one model; one call of `micro` per micro-batch, between `open` and `end`.
 
     normalize: what the summed loss is divided by: "tokens" (trained tokens of the step),
     "rollouts", or "rollout_means" (rollouts, after each rollout's sum was divided by its tokens).
+    The update divides: until then gradients are sums, since more of the step may be to come.
     """
 
     forward: Forward
@@ -178,18 +210,24 @@ class Learner:
     direct: DirectGradients | None = None
     """Of a model in main memory that is here alone: what writes its gradients where they are
     kept."""
+    copies: ComputeCopies | None = None
+    """Of the weights of a model that is here alone, where it computes in another type."""
     keep_new_logprobs: bool = False
     """Whether `new_logprobs` has the log-probabilities that a policy computes."""
-    _rows: StepRows | None = None
+    divisor: int = 0
+    """Tokens or rollouts of the step as far as it is there, on all ranks: what its sums are divided
+    by."""
+    parts: list[StepPart] = field(default_factory=list)
+    """Of the step under way, or of the last one: what of it is on this rank."""
+    _version: int = 0
     _diagnostics: Diagnostics | None = None
-    _scale_R: AnyArray = field(default_factory=lambda: np.zeros(0))
     _totals: list[Tensor] = field(default_factory=list)
     _bad: list[tuple[Tensor, AnyArray]] = field(default_factory=list)
-    _new: list[tuple[AnyArray, Tensor]] = field(default_factory=list)
-    """Of each micro-batch, which of the step's tokens it trained, and their log-probabilities."""
-    _new_S: AnyArray = field(default_factory=lambda: np.zeros(0, np.float32))
-    """The same of the whole step, once that has ended."""
+    _new: list[tuple[AnyArray, AnyArray, Tensor]] = field(default_factory=list)
+    """Of each micro-batch its part's `new_S`, which of these tokens it trained, and their
+    log-probabilities."""
     _nodes: int = 0
+    _micros: int = 0
 
     def __post_init__(self) -> None:
         self.parameters = {
@@ -205,26 +243,26 @@ class Learner:
         self.loss = loss
         self.skip_zero_advantage = self._may_skip and vanishes_without_advantage(loss)
 
-    def begin(self, rows: StepRows, version: int) -> list[AnyArray]:
-        """Start a step; the micro-batches to hand to `micro`, as indices of rollouts.
+    def begin(self, rows: StepRows, version: int) -> list[MicroBatch]:
+        """Start a step of which all rows are there; its micro-batches."""
+        self.open(version)
+        return self.add(rows)
 
-        version: steps behind the weights.
-        """
+    def add(self, rows: StepRows) -> list[MicroBatch]:
+        """Take in rows of the step under way; the micro-batches to hand to `micro`."""
         step = self.prepare(rows)
-        self.open(step.rows, step.scale_R, version)
-        if not len(step.computed):
-            return []
-        micro_batches: list[AnyArray] = []
+        part = self.keep(step.rows)
+        micro_batches: list[MicroBatch] = []
         for alike in by_temperature(step.rows, step.computed):
             positions, offsets = gather(step.rows.offsets, alike)
-            parts = split(
+            cuts = split(
                 step.rows.tokens.ids[positions],
                 offsets,
                 step.rows.groups_R[alike],
                 self.micro_batch_tokens,
                 whole=self.needs_groups,
             )
-            micro_batches += [alike[part] for part in parts]
+            micro_batches += [MicroBatch(part, alike[cut]) for cut in cuts]
         return micro_batches
 
     @property
@@ -243,42 +281,65 @@ class Learner:
         """Whether the loss reads whole groups, which then are never cut."""
         return "group_index" in self.loss.computed
 
+    @property
+    def data_ranks(self) -> int:
+        """Ranks that compute rollouts of their own."""
+        return 1
+
+    @property
+    def part_tokens(self) -> float:
+        """See `ends_part`: what the loss reads of a whitened step depends on all of it."""
+        return math.inf if self.whiten else self.micro_batch_tokens * self.data_ranks
+
     def prepare(self, rows: StepRows) -> Prepared:
-        """What all ranks of a step have to know of it as a whole."""
+        """What all ranks have to know of a part of a step, which from here on counts."""
         if self.whiten:
             rows = whitened(rows)
         trained_R = rows.trained_R
-        if self.normalize == "tokens":
-            scale_R = np.full(rows.rollouts, 1.0 / max(1, int(trained_R.sum())))
-        else:
-            scale_R = np.full(rows.rollouts, 1.0 / max(1, rows.rollouts))
-            if self.normalize == "rollout_means":
-                scale_R = scale_R / np.maximum(trained_R, 1)
+        self.divisor += int(trained_R.sum()) if self.normalize == "tokens" else rows.rollouts
         computed = np.flatnonzero(
             (trained_R > 0) & (rows.signal_R | (not self.skip_zero_advantage))
         )
-        return Prepared(rows=rows, scale_R=scale_R, computed=computed)
+        return Prepared(rows=rows, computed=computed)
 
-    def open(self, rows: StepRows, scale_R: AnyArray, version: int) -> None:
-        """Start a step of these rows, of which this rank computes what `micro` is given."""
+    def open(self, version: int) -> None:
+        """Start a step. version: steps behind the weights."""
         names = sums_of(self.loss.computed, self.loss.columns)
         self._diagnostics = Diagnostics(
             ratio_bounds(self.loss.knobs, self.loss.columns + self.loss.computed), version, names
         )
-        self._rows, self._scale_R, self._totals, self._bad, self._new = rows, scale_R, [], [], []
-        self._new_S = np.full(len(rows.tokens) if self.keep_new_logprobs else 0, np.nan, np.float32)
-        self._nodes = 0
-        torch.manual_seed((self.seed * 1_000_003 + version) % 2**63)
+        self._version, self.divisor, self._nodes, self._micros = version, 0, 0, 0
+        self.parts, self._totals, self._bad, self._new = [], [], [], []
         self._no_gradients()
+        if self.copies is not None:
+            self.copies.refresh()
 
-    def micro(self, part: AnyArray) -> None:
+    def keep(self, rows: StepRows) -> StepPart:
+        """Rows of the step, of which this rank computes what `micro` is given."""
+        tokens = len(rows.tokens) if self.keep_new_logprobs else 0
+        part = StepPart(rows, np.full(tokens, np.nan, np.float32))
+        self.parts.append(part)
+        return part
+
+    def micro(self, batch: MicroBatch) -> None:
         """Forward and backward of one micro-batch; gradients add up.
 
         An empty one has a forward and backward too, of a loss that is zero: for ranks whose
         exchanges need it.
         """
-        assert self._rows is not None
-        rows = self._rows
+        with self.computing():
+            self._micro(batch)
+
+    def computing(self) -> AbstractContextManager[None]:
+        """Where the model is called, after `open`."""
+        return contextlib.nullcontext() if self.copies is None else self.copies.in_place()
+
+    def _micro(self, batch: MicroBatch) -> None:
+        rows, part = batch.part.rows, batch.rollouts
+        self._micros += 1
+        torch.manual_seed(
+            ((self.seed * 1_000_003 + self._version) * 1_000_003 + self._micros) % 2**63
+        )
         if not len(part):
             self._idle()
             return
@@ -295,7 +356,7 @@ class Learner:
         computed = self.forward.computed(packed, left_T, self.loss.computed)
         new_T = next(iter(computed.values()))
         if self.keep_new_logprobs:
-            self._new.append((flat_T, new_T.detach()))
+            self._new.append((batch.part.new_S, flat_T, new_T.detach()))
         columns = {LOGPROBS, *self.loss.columns}
         per_token = {name: values for name, values in rows.per_token.items() if name in columns}
         tensors = {name: self._tensor(values[flat_T], new_T) for name, values in per_token.items()}
@@ -315,10 +376,13 @@ class Learner:
         losses = self._call(
             {name: available[name] for name in self.loss.columns + self.loss.computed}, new_T
         )
-        total = (losses * self._tensor(self._scale_R[row_T], new_T)).sum()
+        if self.normalize == "rollout_means":
+            losses = losses / self._tensor(rows.trained_R[row_T].astype(np.float32), new_T)
+        total = losses.sum()
         torch.autograd.backward(total)
         self._totals.append(total.detach().to(torch.float64))
-        self._measure(losses, computed, tensors, rows.oldest_R[row_T], row_T)
+        self._bad.append((~torch.isfinite(losses.detach()), rows.rollout_ids_R[row_T]))
+        self._measure(computed, tensors, rows.oldest_R[row_T])
 
     def end(self, learning_rate: float) -> StepOutcome:
         """Clip, update the weights and report; the weights stay as they were when anything was not
@@ -346,10 +410,10 @@ class Learner:
         grad_norm, most, loss, computed, *totals = torch.cat(
             [norm.double().reshape(1), largest.reshape(1), sums]
         ).tolist()
+        divisor = max(1, self.divisor)
+        grad_norm, loss = grad_norm / divisor, loss / divisor
         culprit, settle_s, settled = None, 0.0, True
         if math.isfinite(loss) and math.isfinite(grad_norm):
-            if grad_norm > NEARLY * self.max_grad_norm:
-                self.together.clip(gradients, self.max_grad_norm, norm)
             self.unread()
             began = time.monotonic()
             changing = [
@@ -362,7 +426,11 @@ class Learner:
             settle_s = time.monotonic() - began
             for group in self.optimizer.param_groups:
                 group["lr"] = learning_rate
-            self.optimizer.step()
+            is_large = grad_norm > NEARLY * self.max_grad_norm
+            step_divided(
+                self.optimizer,
+                divisor * (max(1.0, (grad_norm + 1e-6) / self.max_grad_norm) if is_large else 1.0),
+            )
             self._bad = []  # which only `findings` reads
         else:
             culprit = str(self.findings())
@@ -376,22 +444,16 @@ class Learner:
             settled=settled,
         )
 
-    def new_logprobs(self) -> tuple[StepRows, AnyArray]:
-        """The rows of the step that was computed last, of this rank, and the log-probabilities of
-        their tokens before the update, float32 [S]; NaN where a token was not trained.
-        """
-        assert self._rows is not None
-        return self._rows, self._new_S
-
     def _gather_new(self) -> None:
         """Copy the step's log-probabilities to main memory and drop the tensors: another operator
         may use the device before the next step.
         """
         if self._new:
-            positions = np.concatenate([flat_T for flat_T, _ in self._new])
-            self._new_S[positions] = (
-                torch.cat([values_T.float() for _, values_T in self._new]).cpu().numpy()
-            )
+            values = torch.cat([values_T.float() for *_, values_T in self._new]).cpu().numpy()
+            begin = 0
+            for new_S, flat_T, _ in self._new:
+                new_S[flat_T] = values[begin : begin + len(flat_T)]
+                begin += len(flat_T)
             self._new = []
 
     def _no_gradients(self) -> None:
@@ -433,16 +495,10 @@ class Learner:
         return losses.expand(new_T.shape)
 
     def _measure(
-        self,
-        losses: Tensor,
-        computed: dict[str, Tensor],
-        tensors: dict[str, Tensor],
-        oldest_T: AnyArray,
-        row_T: AnyArray,
+        self, computed: dict[str, Tensor], tensors: dict[str, Tensor], oldest_T: AnyArray
     ) -> None:
         assert self._diagnostics is not None
         with torch.no_grad():
-            self._bad.append((~torch.isfinite(losses), row_T))
             now = {name: values.detach() for name, values in computed.items()}
             # demonstrations were drawn from no weights
             if "new_values" not in now and (oldest_T != NO_TOKEN).any():
@@ -480,11 +536,9 @@ class Learner:
 
     def findings(self) -> NotFinite:
         """What of the step was not finite, on this rank."""
-        assert self._rows is not None
         rollouts: list[int] = []
-        for bad_T, row_T in self._bad:
-            bad_R = np.unique(row_T[bad_T.cpu().numpy()])
-            rollouts += self._rows.rollout_ids_R[bad_R].tolist()
+        for bad_T, ids_T in self._bad:
+            rollouts += np.unique(ids_T[bad_T.cpu().numpy()]).tolist()
         gradients = {
             name: weight.grad for name, weight in self.parameters.items() if weight.grad is not None
         }

@@ -242,6 +242,8 @@ class OffloadedLearner:
         if weights:
             tensors = tensors_of(self._learner.refreshed).values()
             self._weights.park([*self._learner.module.parameters(), *tensors])
+            if self._learner.copies is not None:
+                self._learner.copies.free()
         return_freed_memory()
 
 

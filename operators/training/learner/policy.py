@@ -104,7 +104,7 @@ def logprobs_of_head(
                 )
                 places.append(tokens)
             found_T = torch.cat(parts)[model.to(np.argsort(np.concatenate(places)))]
-    return found_T[:, 0], found_T[:, 1] if entropy else None
+    return found_T[:, 0].clone(), found_T[:, 1].clone() if entropy else None  # FSDP2: no views
 
 
 def _by_bucket(packed: TokenTree) -> Iterator[tuple[AnyArray, AnyArray, AnyArray, AnyArray]]:
@@ -184,7 +184,7 @@ class Policy:
         themselves and is not undone: with one, the log-probabilities of trainer and generator
         differ, and the loss's importance ratio has to make up for it.
         """
-        is_rounded = self.direct is not None and self.direct.is_rounded  # but the last layer is not
+        is_rounded = self.compute is not None  # but what the last layer adds up is not
         if self._head is not None and (
             is_rounded or len(packed.heads_U) * self._vocabulary > MOST_LOGITS
         ):

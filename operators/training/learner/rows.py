@@ -13,6 +13,8 @@ tokens (mask), N nodes, U nodes that some trained token is predicted from, L pos
 rows of a bucket, K ids that truncation left, of one token after the other.
 """
 
+from __future__ import annotations
+
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -52,6 +54,32 @@ class StepRows:
     it."""
     columns_S: dict[str, AnyArray]
     """Columns of the loss with one number per token, but those of `tokens`."""
+
+    @staticmethod
+    def joined(parts: Sequence[StepRows]) -> StepRows:
+        """Several that have the same columns, one after the other."""
+        ends = np.cumsum([0, *(len(part.tokens) for part in parts)])
+        offsets = [part.offsets[:-1] + end for part, end in zip(parts, ends, strict=False)]
+
+        def end_to_end(arrays: Iterable[AnyArray]) -> AnyArray:
+            return np.concatenate(list(arrays))
+
+        return StepRows(
+            tokens=RolloutTokens.joined([part.tokens for part in parts]),
+            offsets=np.concatenate([*offsets, ends[-1:]]),
+            cuts_S=end_to_end(part.cuts_S for part in parts),
+            groups_R=end_to_end(part.groups_R for part in parts),
+            rollout_ids_R=end_to_end(part.rollout_ids_R for part in parts),
+            oldest_R=end_to_end(part.oldest_R for part in parts),
+            columns_R={
+                name: end_to_end(part.columns_R[name] for part in parts)
+                for name in parts[0].columns_R
+            },
+            columns_S={
+                name: end_to_end(part.columns_S[name] for part in parts)
+                for name in parts[0].columns_S
+            },
+        )
 
     @property
     def per_token(self) -> dict[str, AnyArray]:
@@ -360,11 +388,9 @@ def split(
     """
     lengths_R = np.diff(offsets)
     rollouts = len(lengths_R)
-    starts = (
-        np.flatnonzero(np.r_[True, groups_R[1:] != groups_R[:-1]])
-        if rollouts
-        else np.zeros(0, np.int64)
-    )
+    if not rollouts:
+        return []
+    starts = np.flatnonzero(np.r_[True, groups_R[1:] != groups_R[:-1]])
     units: list[tuple[int, int, int]] = []
     for first, last in zip(starts.tolist(), [*starts[1:].tolist(), rollouts], strict=True):
         size = cost(tokens_S, offsets, first, last)

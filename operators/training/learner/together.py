@@ -17,9 +17,6 @@ class Together(Protocol):
     def norm(self, gradients: Sequence[Tensor]) -> Tensor:
         """The norm of all ranks' gradients together."""
 
-    def clip(self, gradients: Sequence[Tensor], most: float, norm: Tensor) -> None:
-        """Scale the gradients down so that their norm is `most`, if it is above."""
-
     def total(self, sums: Tensor, largest: Tensor) -> tuple[Tensor, Tensor]:
         """The ranks' sums, float64 [n], added up, and the largest of their maxima, float64 []."""
 
@@ -30,11 +27,6 @@ class Alone:
     def norm(self, gradients: Sequence[Tensor]) -> Tensor:
         """Of its gradients."""
         return torch.nn.utils.get_total_norm(gradients)
-
-    def clip(self, gradients: Sequence[Tensor], most: float, norm: Tensor) -> None:
-        """As torch does."""
-        scale = torch.clamp(most / (norm + 1e-6), max=1.0)
-        torch._foreach_mul_(list(gradients), scale)
 
     def total(self, sums: Tensor, largest: Tensor) -> tuple[Tensor, Tensor]:
         """Its own."""

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,7 +16,6 @@ import torch
 
 from dataflow.errors import RunError
 from dataflow.model import Model
-from dataflow.records import AnyArray
 from dataflow.runtime import Context
 from dataflow.system.messages import Channel
 from dataflow.weight_ends import WeightSite, WeightsOut
@@ -39,7 +39,7 @@ from operators.ranks.team import (
 )
 from operators.trainer import TrainerKnobs
 from operators.training.learner.build import make_learner
-from operators.training.learner.learner import Learner
+from operators.training.learner.learner import Learner, MicroBatch
 from operators.training.parallel.lead import (
     CODEC,
     BeginStep,
@@ -51,8 +51,8 @@ from operators.training.parallel.lead import (
     Micro,
     Open,
     Publish,
+    Share,
     function_of,
-    in_order,
 )
 from operators.training.parallel.mesh import MeshTogether, TrainerMesh, make_mesh, placed
 from operators.training.parallel.shard import learner_of_slices, read_slices, shard
@@ -91,7 +91,7 @@ class RankFollower:
         """
         self._learner, self._channel, self._rank, self._ranks = learner, channel, rank, ranks
         self._wait_s, self._opens = wait_s, opens
-        self._parts: list[AnyArray] = []
+        self._micro_batches: deque[MicroBatch] = deque()
 
     def run(self) -> None:
         """Follow rank 0's messages until it ends the run.
@@ -117,11 +117,14 @@ class RankFollower:
         learner = self._learner
         match message:
             case BeginStep():
-                learner.open(message.rows, message.scale, message.version)
-                self._parts = in_order(message.counts)
+                learner.open(message.version)
+                self._micro_batches.clear()
+            case Share():
+                self._micro_batches.extend(message.kept(learner))
             case Micro():
-                learner.micro(self._parts.pop(0))
+                learner.micro(self._micro_batches.popleft())
             case EndStep():
+                learner.divisor = message.divisor
                 if learner.end(message.learning_rate).culprit is not None:
                     self._channel.send(learner.findings())
             case Open():

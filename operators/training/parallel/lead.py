@@ -24,7 +24,7 @@ from dataflow.weight_ends import OpensWriter, SentVersion, WeightSite, WeightsOu
 from operators.ranks import group
 from operators.ranks.team import Exchange, codec_of
 from operators.training.learner import memory
-from operators.training.learner.learner import Learner, Prepared, StepOutcome
+from operators.training.learner.learner import Learner, MicroBatch, Prepared, StepOutcome
 from operators.training.learner.rows import StepRows, by_temperature, cost
 from operators.training.learner.together import NotFinite
 from operators.training.parallel.mesh import MeshTogether, TrainerMesh, data_rank, placed
@@ -39,14 +39,23 @@ class Join(Message):
 
 
 class BeginStep(Message):
-    """Your share of a step; a micro-batch is as many of the rows as `counts` says, one after the
-    other.
-    """
+    """A step on the weights that have this version."""
 
     version: int
+
+
+class Share(Message):
+    """What a data rank computes of a part of the step; a micro-batch is as many of the rows as
+    `counts` says, one after the other.
+    """
+
     rows: StepRows
-    scale: AnyArray
     counts: tuple[int, ...]
+
+    def kept(self, learner: Learner) -> list[MicroBatch]:
+        """Its micro-batches, for the learner of one of its ranks."""
+        part = learner.keep(self.rows)
+        return [MicroBatch(part, rollouts) for rollouts in in_order(self.counts)]
 
 
 class Micro(Message):
@@ -57,6 +66,8 @@ class EndStep(Message):
     """Update the weights."""
 
     learning_rate: float
+    divisor: int
+    """As `Learner.divisor`."""
 
 
 class Open(Secret):
@@ -112,6 +123,7 @@ CODEC = codec_of(
     "trainer-ranks",
     Join,
     BeginStep,
+    Share,
     Micro,
     EndStep,
     Open,
@@ -303,30 +315,41 @@ class LedLearner(Learner):
         self._exchange, self._mesh = exchange, mesh
         self._tensor_parallel = mesh["tp"].size()
         self._steps = 0
-        self._micros = 0
 
-    def begin(self, rows: StepRows, version: int) -> list[AnyArray]:
-        """Deal the step out; rank 0's micro-batches, of which every rank has as many, some of them
-        empty.
-        """
+    @property
+    def data_ranks(self) -> int:
+        """Ranks that compute rollouts of their own."""
+        return self.ranks // self._tensor_parallel
+
+    def open(self, version: int) -> None:
+        """Start a step on every rank."""
         self._steps += 1
-        self._micros = 0
-        data_ranks = self.ranks // self._tensor_parallel
-        shares = dealt(self.prepare(rows), data_ranks, self.micro_batch_tokens, self.needs_groups)
         with self._exchange.together(f"the beginning of step {self._steps}"):
             self._exchange.check()
-            for rank in range(1, self.ranks):
-                share = shares[data_rank(rank, self._tensor_parallel)]
-                self._exchange.team.tell(share.message(version), rank)
-            self.open(shares[0].rows, shares[0].scale_R, version)
-            return shares[0].parts
+            self._exchange.tell(BeginStep(version))
+            super().open(version)
 
-    def micro(self, part: AnyArray) -> None:
+    def add(self, rows: StepRows) -> list[MicroBatch]:
+        """Deal rows of the step out; rank 0's micro-batches, of which every rank has as many, some
+        of them empty.
+        """
+        shares = dealt(
+            self.prepare(rows), self.data_ranks, self.micro_batch_tokens, self.needs_groups
+        )
+        with self._exchange.together(f"rows of step {self._steps}"):
+            self._exchange.team.deal(
+                {
+                    rank: shares[data_rank(rank, self._tensor_parallel)]
+                    for rank in range(1, self.ranks)
+                }
+            )
+        return shares[0].kept(self)
+
+    def micro(self, batch: MicroBatch) -> None:
         """Forward and backward of one micro-batch on every rank."""
-        self._micros += 1
-        with self._exchange.together(f"micro-batch {self._micros} of step {self._steps}"):
+        with self._exchange.together(f"micro-batch {self._micros + 1} of step {self._steps}"):
             self._exchange.tell(Micro())
-            super().micro(part)
+            super().micro(batch)
 
     def end(self, learning_rate: float) -> StepOutcome:
         """Update the weights on all ranks, or on none; what was not finite is named wherever it was
@@ -334,7 +357,7 @@ class LedLearner(Learner):
         """
         self.unread()
         with self._exchange.together(f"the end of step {self._steps}"):
-            self._exchange.tell(EndStep(learning_rate))
+            self._exchange.tell(EndStep(learning_rate, self.divisor))
             outcome = super().end(learning_rate)
             if outcome.culprit is None:
                 return outcome
@@ -387,25 +410,9 @@ class LedLearner(Learner):
         group.leave()
 
 
-@dataclasses.dataclass(frozen=True)
-class RankShare:
-    """What one data rank computes of a step."""
-
-    rows: StepRows
-    scale_R: AnyArray
-    parts: list[AnyArray]
-    """Its micro-batches, as indices into its rows."""
-
-    def message(self, version: int) -> BeginStep:
-        """The message to its ranks."""
-        counts = tuple(len(part) for part in self.parts)
-        return BeginStep(version, self.rows, self.scale_R, counts)
-
-
-def dealt(step: Prepared, ranks: int, limit: int, whole: bool) -> list[RankShare]:
+def dealt(step: Prepared, ranks: int, limit: int, whole: bool) -> list[Share]:
     """The share of each data rank; see `deal`."""
     rows = chosen(step.rows, step.computed)
-    scale_R = step.scale_R[step.computed]
     shares = []
     of_ranks: list[list[AnyArray]] = [[] for _ in range(ranks)]
     for alike in by_temperature(rows, np.arange(rows.rollouts)):
@@ -415,11 +422,7 @@ def dealt(step: Prepared, ranks: int, limit: int, whole: bool) -> list[RankShare
             of_rank += [alike[part] for part in parts]
     for parts in of_ranks:
         rollouts = np.concatenate([np.zeros(0, np.int64), *parts])
-        shares.append(
-            RankShare(
-                chosen(rows, rollouts), scale_R[rollouts], in_order([len(part) for part in parts])
-            )
-        )
+        shares.append(Share(chosen(rows, rollouts), tuple(map(len, parts))))
     return shares
 
 

@@ -117,12 +117,6 @@ class MeshTogether:
         dist.all_reduce(total)
         return total.sqrt()
 
-    def clip(self, gradients: Sequence[Tensor], most: float, norm: Tensor) -> None:
-        """Scale the slices down so that the norm of all is `most`, if it is above."""
-        scale = torch.clamp(most / (norm + 1e-6), max=1.0)
-        for gradient in gradients:
-            local(gradient).mul_(scale)
-
     def total(self, sums: Tensor, largest: Tensor) -> tuple[Tensor, Tensor]:
         """The sums of all data ranks added up, and the largest of their maxima."""
         sums, largest = sums / self.tensor, largest.clone()

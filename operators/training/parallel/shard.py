@@ -26,6 +26,7 @@ from operators.models.heads import heads_of, place_of, settle_groups, shared_pla
 from operators.models.loading import fill, map_large_blocks
 from operators.models.slices import held
 from operators.training.learner.build import forward_of, learner_of
+from operators.training.learner.copies import adds_up_in_float32
 from operators.training.learner.together import local
 from operators.training.parallel.mesh import MeshTogether, TrainerMesh
 
@@ -202,10 +203,15 @@ class Sharded:
         None: their own. All ranks call `computed` as often.
         """
         self.module = module
-        precision = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=torch.float32)
+        on_cpu = mesh.root.device_type == "cpu"
+        precision = MixedPrecisionPolicy(
+            param_dtype=compute, reduce_dtype=torch.float32, cast_forward_inputs=not on_cpu
+        )
+        if on_cpu and compute is not None:
+            adds_up_in_float32(module)
         whole = _Whole(module)
         buffer = None
-        if mesh.root.device_type == "cpu" and mesh["fsdp"].size() > 1:
+        if on_cpu and mesh["fsdp"].size() > 1:
             map_large_blocks()
             buffer = LayerBuffer()
         embedding, head = ends_of(module)
@@ -294,7 +300,7 @@ def shard(
     forward = learner.forward
     _check_packs(forward, name)
     before = {id(weight): at for at, weight in forward.module.named_parameters()}
-    sharded = _shared_out(forward.module, mesh, compute, name)
+    sharded = shared_out(forward.module, mesh, compute, name)
     sharded.computes_by(forward, device)
     learner.forward = sharded
     learner.together = MeshTogether(mesh)
@@ -317,7 +323,7 @@ def read_slices(
     How it computes is not said yet. Raises ModelError as `shard`, and where a file cannot be
     read.
     """
-    sharded = _shared_out(outline.module, mesh, compute, model.name)
+    sharded = shared_out(outline.module, mesh, compute, model.name)
     sharded.take_memory(device)
     with torch.no_grad():
         tensors = {
@@ -350,7 +356,7 @@ def learner_of_slices(
     return learner
 
 
-def _shared_out(module: Any, mesh: TrainerMesh, compute: torch.dtype | None, name: str) -> Sharded:
+def shared_out(module: Any, mesh: TrainerMesh, compute: torch.dtype | None, name: str) -> Sharded:
     if mesh["tp"].size() > 1:
         cut(module, mesh, name)
     return Sharded(module, mesh, compute)

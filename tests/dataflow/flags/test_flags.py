@@ -48,6 +48,7 @@ class Task(Sizes):
     lr: float = 1e-6
     """Learning rate."""
     chat: bool = False
+    spare: bool | None = None
     betas: tuple[float, float] = (0.9, 0.999)
     targets: tuple[str, ...] | None = None
     mode: Literal["fast", "slow"] = "fast"
@@ -109,6 +110,9 @@ def test_two_flags_of_one_name_are_refused() -> None:
         (("--no-chat",), {"chat": False}),
         (("--chat=no",), {"chat": False}),
         (("--chat", "false"), {"chat": False}),
+        (("--spare",), {"spare": True}),
+        (("--no-spare",), {"spare": False}),
+        (("--spare=none",), {"spare": None}),
         (("--betas", "0.8", "0.9"), {"betas": (0.8, 0.9)}),
         (("--targets", "q", "k", "--kl", "1"), {"targets": ("q", "k"), "kl": 1.0}),
         (("--note", ""), {"note": ""}),

@@ -46,6 +46,8 @@ def model(tmp_path: Path) -> Model:
 
 def graph(model: Model, max_staleness: int = 1, *, reference: bool = False, **knobs: Any) -> Graph:
     generator = Generator(model, group_size=8, max_tokens=1024, slots=512)
+    settled = {"micro_batch_tokens": 8192, "gradient_checkpointing": False, "compile": False}
+    knobs = {**settled, **knobs}
     trainer = Trainer(model, loss=aipo, prompts_per_step=64, lr=1e-6, **knobs)
     between = Logprobs(model.frozen()) if reference else lambda rollouts: rollouts
     return wired("in_turn", generator, trainer, max_staleness, between)
@@ -154,7 +156,9 @@ def test_knobs_that_make_it_fit_only_together_are_named_together_by_their_flags(
     token = FLAGS.set(frozenset({"gradient_checkpointing", "micro_batch_tokens", "lora"}))
     try:
         with pytest.raises(
-            GraphError, match=r"\); --gradient-checkpointing and --lora would make it fit$"
+            GraphError,
+            match=r"\); --gradient-checkpointing and context_tokens=2048 of 'generator' and --lora"
+            r" would make it fit$",
         ):
             plan_or_advise(made, room, gpus=SHARED, sizes=measure_models(made))
         tiny = replace(room, gpu_memory_bytes=1 << 30)

@@ -51,6 +51,18 @@ def test_a_synchronous_step_is_generation_and_training_an_asynchronous_one_the_l
     )
 
 
+def test_a_trainer_that_computes_what_is_there_of_a_step_has_the_rest_left_at_its_end() -> None:
+    """Groups come one after the other, and each takes half as long to train as to generate."""
+    whole = TrainerCosts(step_s=0.0, token_s=0.05 / 802)
+    known: dict[str, Any] = {"slots": 8, "max_staleness": 0}
+    waits = simulate(scenario(trainer=whole, **known))
+    parts = simulate(scenario(trainer=replace(whole, part_tokens=1000.0), **known))
+    assert waits.step_s == pytest.approx(8 * 0.1 + 8 * 0.05, rel=0.02)
+    assert parts.step_s == pytest.approx(8 * 0.1 + 0.05, rel=0.02)
+    two = simulate(scenario(trainer=replace(whole, part_tokens=1700.0), **known))
+    assert two.step_s == pytest.approx(8 * 0.1 + 2 * 0.05, rel=0.02), "two groups are a micro-batch"
+
+
 def test_two_on_one_core_take_as_long_as_one_after_the_other_and_on_two_as_the_longer() -> None:
     both = {
         "generator": GeneratorCosts(step_s=np.full(65, 1e-3), shared=True),

@@ -270,9 +270,9 @@ def test_a_trainers_ranks_share_its_model_out_as_fits_and_is_fastest(model: Mode
 
 def test_auto_chooses_a_trainers_knobs_where_the_declared_ones_do_not_fit(model: Model) -> None:
     (Path(model.source) / "config.json").write_text(json.dumps(LLAMA_405B))
-    made, room = graph(model, 2, 64), read_devices("1024xH100")
+    made, room = graph(model, 2, 64), read_devices("1024xH200")
     trainer: Any = made.operators["trainer"]
-    made = made.swap("trainer", replace(trainer, dp_replicate=8))
+    made = made.swap("trainer", replace(trainer, dp_replicate=16))
     found = candidates(made, room, workload=EVEN)
     assert len(found) <= 1000 and any(each.learner.get("dp_replicate") == 1 for each in found)
     taken = next(
@@ -283,7 +283,7 @@ def test_auto_chooses_a_trainers_knobs_where_the_declared_ones_do_not_fit(model:
     assert taken.learner["dp_replicate"] == 1
     foresee(taken.placed(made), room, gpus=taken.gpus, workload=EVEN, simulated=False)
     with pytest.raises(
-        GraphError, match=r"needs 512 GPUs of 166\.2 GiB .* has 8 of 8 GPUs of 74\.5 GiB free"
+        GraphError, match=r"needs 512 GPUs of 2\d\d\.\d GiB .* has 8 of 8 GPUs of 131\.3 GiB free"
     ):
         foresee(
             replace(taken, learner={}).placed(made),

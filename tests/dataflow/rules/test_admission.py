@@ -42,6 +42,15 @@ def started(policy, free=100, slots=100, version=0, dropped=0, *, idle=False, me
     return found
 
 
+def test_a_group_is_awaited_when_the_next_step_lacks_it_and_others_could_be_made_meanwhile():
+    ahead, synchronous = admission({}), admission({}, staleness=0)
+    awaited = [ahead.is_awaited("train", Waiting(group), 1, 0) for group in range(6)]
+    assert awaited == [True] * 4 + [False] * 2
+    assert ahead.is_awaited("train", Waiting(4), 1, 1), "one of the step's was dropped"
+    assert not synchronous.is_awaited("train", Waiting(0), 0, 0)
+    assert not ahead.is_awaited("held out", Waiting(0), 0, 0)
+
+
 def test_no_group_starts_further_ahead_than_the_bound():
     policy = admission({"train": [Waiting(i) for i in range(20)]})
     assert [group for _, group, _ in started(policy)] == [0, 1, 2, 3]

@@ -6,10 +6,10 @@ from torch import Tensor
 from operators.engine.sampler import (
     RowSampling,
     Sampling,
-    _columns,
     _only,
     _scaled,
     block_sums,
+    columns_of,
     left_out,
 )
 
@@ -23,7 +23,7 @@ def log_distribution(
     seen: bool [n, V], tokens that stand in each row; needed for a repetition penalty (ValueError
     without it).
     """
-    knobs = _columns(sampling, logits)
+    knobs = columns_of(sampling, logits)
     scores = _scaled(logits, knobs, seen)
     shares = torch.softmax(scores, dim=-1)
     best, likeliest = scores.max(dim=-1, keepdim=True)

@@ -8,7 +8,7 @@ from rigs.examples import examples
 
 from operators.engine.attention import page_count
 from operators.engine.pages import PAGE, Pages, pages_for
-from operators.engine.rows import youngest
+from operators.engine.parking import youngest
 from operators.models.folders import ModelError
 
 
@@ -77,7 +77,7 @@ def test_idle_prefixes_make_room_those_unused_for_longest_first():
 
 
 @examples(200)
-@given(st.lists(st.tuples(st.sampled_from("tsrfk"), st.integers(0, 9)), max_size=60))
+@given(st.lists(st.tuples(st.sampled_from("tsrfkm"), st.integers(0, 9)), max_size=60))
 def test_no_page_is_lost_or_held_by_surprise(moves):
     pages, rows = Pages(10), []
     for move, number in moves:
@@ -96,6 +96,13 @@ def test_no_page_is_lost_or_held_by_surprise(moves):
             pages.remember(tokens(len(held) * PAGE, number * 1000), held)
             found = pages.find(tokens(len(held) * PAGE + 1, number * 1000))
             assert len(found) <= len(held)
+        elif move == "m" and rows:
+            ended = rows.pop(number % len(rows))
+            if len(set(ended)) and all(pages.holders(page) == 1 for page in ended[-1:]):
+                pages.remember(tokens(len(ended) * PAGE - 3, number * 77), ended, tail=True)
+            pages.release(ended)
+            near, alike = pages.near(tokens(len(ended) * PAGE, number * 77), len(ended[:-1]))
+            assert alike <= PAGE and (near == -1) == (alike == 0)
         count = np.bincount([page for row in rows for page in row], minlength=10)
         assert [pages.holders(page) for page in range(10)] == count.tolist()
         assert pages.available == int((count == 0).sum())

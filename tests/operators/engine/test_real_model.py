@@ -77,7 +77,6 @@ def by_the_engine(model: Any, text: torch.Tensor) -> torch.Tensor:
         longest=0,
         table=torch.zeros(0, len(shared), dtype=torch.int32),
         runs=None,
-        shared=None,
     )
     cache = KVCache(len(shared) + len(text) + 1)
     return torch.log_softmax(FusedStep(model)(none, none, cache, empty, new), -1)

@@ -117,7 +117,8 @@ def test_a_draw_reports_the_logprob_of_its_token_and_the_tokens_that_were_left(
     wanted = distribution.gather(1, drawn.tokens[:, None])[:, 0]
     torch.testing.assert_close(drawn.logprobs, wanted, atol=1e-6, rtol=0)
     assert float(drawn.logprobs.max()) <= 0
-    assert (drawn.kept_tokens is not None) == sampling.truncates
+    kind = RowSampling.of([sampling], "cpu").kind
+    assert (drawn.kept_tokens is not None) == (kind.greedy or kind.leaves_out)
     if drawn.kept_tokens is not None:
         assert torch.equal(drawn.kept_tokens, distribution > -torch.inf)
     assert draw(logits, sampling, seeds, counts, seen=seen).kept_tokens is None
@@ -144,16 +145,6 @@ def test_a_draw_off_the_cpu_never_looks_at_a_value(sampling):
         assert (drawn.tokens.shape, drawn.logprobs.shape) == ((6,), (6,))
         assert (drawn.tokens.dtype, drawn.logprobs.dtype) == (torch.int64, torch.float32)
         assert log_distribution(there((6, 3000), torch.float32), given, seen).shape == (6, 3000)
-
-
-def test_selected_rows_keep_their_knobs():
-    logits, seen, seeds, counts = _batch(len(KNOBS), 64)
-    rows = torch.tensor([12, 2, 5, 5, 0])
-    sampling = RowSampling.of(KNOBS, "cpu")
-    whole = draw(logits, sampling, seeds, counts, seen=seen)
-    part = draw(logits[rows], sampling.select(rows), seeds[rows], counts[rows], seen=seen[rows])
-    assert torch.equal(part.tokens, whole.tokens[rows])
-    assert torch.equal(part.logprobs, whole.logprobs[rows])
 
 
 def test_noise_is_uniform_over_positions_of_one_seed_and_over_seeds():

@@ -121,7 +121,7 @@ def test_one_token_whose_ratio_overflows_costs_no_step(name):
 def test_a_group_is_never_cut_where_pairs_are_made_of_it():
     rows = rows_of(*GROUPS, columns=read_loss(losses.dpo, "trainer").columns)
     learner = tiny_learner(tiny_trainer(loss=losses.dpo, micro_batch_tokens=1))
-    assert [part.tolist() for part in learner.begin(rows, 0)] == np.arange(20).reshape(
+    assert [part.rollouts.tolist() for part in learner.begin(rows, 0)] == np.arange(20).reshape(
         5, 4
     ).tolist()
 

@@ -11,7 +11,7 @@ from trainer_rig import gradient, group, rows_of, tiny_learner, tiny_trainer
 
 from dataflow.records import TEMPERATURE
 from operators.losses import aipo
-from operators.training.parallel.lead import dealt
+from operators.training.parallel.lead import dealt, in_order
 from operators.training.steps import rank_knobs, take_knobs
 
 
@@ -35,9 +35,8 @@ def test_each_rollout_is_trained_at_the_temperature_that_it_was_sampled_at() -> 
     learner = tiny_learner(tiny_trainer(temperature=3.0))
     rows = rows_of(*mixed)
     parts = learner.begin(rows, 0)
-    assert all(
-        len({float(rows.columns_R[TEMPERATURE][row]) for row in part}) == 1 for part in parts
-    )
+    temperatures = [set(rows.columns_R[TEMPERATURE][part.rollouts].tolist()) for part in parts]
+    assert all(len(each) == 1 for each in temperatures)
     _, found, _ = gradient(learner, rows)
     torch.testing.assert_close(found, total, rtol=1e-4, atol=1e-6)
 
@@ -57,10 +56,10 @@ def test_micro_batches_that_are_dealt_to_ranks_do_not_mix_temperatures(ranks: in
     ]
     step = tiny_learner(tiny_trainer()).prepare(rows_of(*batches))
     shares = dealt(step, ranks, 40, False)
-    assert len({len(share.parts) for share in shares}) == 1, "as many on each"
+    assert len({len(share.counts) for share in shares}) == 1, "as many on each"
     found = []
     for share in shares:
-        for part in share.parts:
+        for part in in_order(share.counts):
             assert len(set(share.rows.columns_R[TEMPERATURE][part].tolist())) <= 1
             found += share.rows.rollout_ids_R[part].tolist()
     assert sorted(found) == sorted(step.rows.rollout_ids_R.tolist())

@@ -195,9 +195,9 @@ def test_rows_unfold_to_what_was_put_end_to_end(rollouts: list[list[int]]) -> No
 
 def test_rollouts_are_dealt_out_to_ranks_with_their_rows() -> None:
     rows = rows_of(*[cut(batch, 5) for batch in groups()])
-    step = Prepared(rows=rows, scale_R=np.ones(rows.rollouts), computed=np.arange(1, rows.rollouts))
+    step = Prepared(rows=rows, computed=np.arange(1, rows.rollouts))
     for share in dealt(step, 2, 40, whole=False):
-        travelled = CODEC.decode(CODEC.encode(share.message(0))).rows
+        travelled = CODEC.decode(CODEC.encode(share)).rows
         assert np.array_equal(travelled.cuts_S, share.rows.cuts_S)
         for at, rollout in enumerate(share.rows.rollout_ids_R.tolist()):
             (there,) = np.flatnonzero(rows.rollout_ids_R == rollout)

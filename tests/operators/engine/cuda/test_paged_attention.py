@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from operators.engine.attention import AttentionLayout, KVCache
+from operators.engine.attention import AttentionLayout, KVCache, write_newest
 from operators.engine.pages import PAGE
 from operators.models.folders import ModelError
 
@@ -160,6 +160,17 @@ def test_the_split_of_a_row_does_not_change_its_result(device, monkeypatch, proc
 
 def test_a_table_wider_than_any_row_changes_nothing(device):
     check(device, heads=4, kv_heads=2, width=16, positions=[3, 40], slack=300)
+
+
+def test_rows_that_are_tokens_of_one_sequence_attend_to_those_before_them(device):
+    query, key, value, keys, values, layout = case(
+        device, heads=4, kv_heads=2, width=16, positions=[14, 15, 16, 17, 40]
+    )
+    layout.table[1:4] = layout.table[0]
+    write_newest(layout, keys, values, key, value)
+    expected = reference(query, key, value, keys, values, layout, 0.3, None, None)
+    found = paged_attention(query, key, value, keys, values, layout, 0.3, None, None)
+    torch.testing.assert_close(found.double(), expected, atol=1e-6, rtol=1e-5)
 
 
 def test_rows_that_only_fill_up_the_batch_leave_the_others_as_they_are(device):

@@ -2,12 +2,18 @@
 that does neither.
 """
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from operators.engine import decode
 from operators.engine.build import adapt
+from operators.engine.cuda.graphs import AHEAD
 from operators.engine.decode import Engine
 from operators.engine.interface import ABORTED, STOPPED, TOO_LONG, PromptStart
+from operators.engine.parallel.lockstep import state_of
 from operators.engine.sampler import Sampling
 from operators.engine.stop_strings import StopStrings
 
@@ -133,3 +139,86 @@ def test_aborted_rows_are_the_same_and_none_that_ended_is_called_aborted(make_mo
 
 def test_greedy_rows_are_the_same_too(make_model):
     both(make_model, sampling=Sampling(temperature=0))
+
+
+def test_rows_that_are_sampled_each_in_its_own_way_are_the_same(make_model):
+    knobs = [
+        None,
+        Sampling(temperature=0.7),
+        Sampling(temperature=0),
+        Sampling(top_k=3),
+        Sampling(top_p=0.8, min_p=0.01),
+        Sampling(top_k=70, temperature=1.5),
+        Sampling(repetition_penalty=1.3, top_p=0.9),
+    ]
+    given = [replace(start, sampling=knobs[i % 7]) for i, start in enumerate(starts(14))]
+    both(make_model, given)
+    both(make_model, given[:6])
+
+
+def test_what_truncation_left_and_what_might_have_been_drawn_are_the_same(make_model):
+    given = [replace(start, alternatives=2 * (i % 2)) for i, start in enumerate(starts())]
+    notes = []
+    for terms in (False, True):
+        engine = make_engine(
+            make_model(), on_gpu_terms=terms, sampling=Sampling(top_k=4), record_mask=True
+        )
+        masks, likeliest = {}, {}
+
+        def between(engine, _, masks=masks, likeliest=likeliest):
+            for ticket in engine.rows.ticket[: engine.rows.n].tolist():
+                likeliest[ticket] = [[i for i, _ in row] for row in engine.alternatives.of(ticket)]
+                mask = engine.progress(ticket).tokens.sampling_mask
+                masks[ticket] = [ids.tolist() for ids in mask.lists()]
+
+        drive(engine, given, between)
+        notes.append((masks, likeliest))
+    for one, two in zip(*notes, strict=True):
+        for ticket in one.keys() & two.keys():
+            shorter = min(len(one[ticket]), len(two[ticket]))
+            assert one[ticket][:shorter] == two[ticket][:shorter]
+    assert any(any(row) for row in notes[1][1].values())
+
+
+def test_prefixes_longer_than_a_replayed_step_takes_are_computed_beside_it_the_same(make_model):
+    rng = np.random.default_rng(3)
+    given = [
+        PromptStart(
+            prompt=rng.integers(2, VOCABULARY, length),
+            limit=length + 20,
+            tickets=range(3 * i, 3 * i + 3),
+            seeds=range(3 * i, 3 * i + 3),
+            sampling=Sampling(temperature=0.6) if i % 2 else None,
+        )
+        for i, length in enumerate((20, AHEAD + 30, 7, AHEAD, AHEAD + 1, 40))
+    ]
+    rows = both(
+        lambda: make_model(max_position_embeddings=1024), given, context_tokens=600, end_tokens=[1]
+    )
+    assert len(rows) == 18
+
+
+class NoOperators(TorchDispatchMode):
+    """Whatever asks torch for anything fails."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        raise AssertionError(f"{func} was called")
+
+
+def test_what_ranks_compare_before_a_step_asks_no_device_and_tells_other_tokens_apart(
+    make_model, monkeypatch
+):
+    monkeypatch.setattr(decode, "CHECK_STEPS", 4)
+    engines = [
+        make_engine(make_model(), on_gpu_terms=True, is_checked=True, end_tokens=[]) for _ in "ab"
+    ]
+    states = []
+    for step in range(12):
+        if step == 5:
+            engines[1].rows.last[0] += 1
+        for engine in engines:
+            engine.step(starts(2) if step == 0 else [])
+        with NoOperators():
+            states.append([state_of(engine) for engine in engines])
+    alike = [one == two for one, two in states]
+    assert alike == [True] * 8 + [False] * 4, "the checksum of step 8 has come in step 9"

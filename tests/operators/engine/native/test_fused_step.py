@@ -62,7 +62,6 @@ EMPTY = SimpleNamespace(
     longest=0,
     table=torch.empty(0, 1, dtype=torch.int32),
     runs=None,
-    shared=None,
 )
 
 
@@ -120,8 +119,7 @@ def generate(step, prompts, siblings, drawn, *, shared=True, together=True):
             positions=positions,
             longest=int(positions.max()) + 1,
             table=table,
-            runs=runs,
-            shared=pages,
+            runs=None if runs is None else lambda: (runs, pages),
         )
         if together:
             rows.append(step(drawn[:, t], positions, cache, layout))
@@ -133,7 +131,6 @@ def generate(step, prompts, siblings, drawn, *, shared=True, together=True):
                     longest=int(positions[i]) + 1,
                     table=table[i : i + 1],
                     runs=None,
-                    shared=None,
                 )
                 single.append(step(drawn[i : i + 1, t], positions[i : i + 1], cache, layout))
             rows.append(torch.cat(single))
@@ -215,7 +212,6 @@ def test_prefixes_go_on_behind_cached_pages_beside_rows_that_decode(make_model):
         longest=41,
         table=torch.tensor(tables[0], dtype=torch.int32),
         runs=None,
-        shared=None,
     )
     found = step(
         drawn[0],
@@ -353,9 +349,7 @@ def test_tokens_and_positions_out_of_range_are_refused_before_anything_is_writte
     for token, position in ((-1, 0), (10**6, 0), (3, 16), (3, -1)):
         table = torch.zeros(1, 1, dtype=torch.int32)
         positions = torch.tensor([position])
-        layout = SimpleNamespace(
-            positions=positions, longest=40, table=table, runs=None, shared=None
-        )
+        layout = SimpleNamespace(positions=positions, longest=40, table=table, runs=None)
         with pytest.raises(ModelError, match="row 0 is out of range"):
             step(torch.tensor([token]), positions, cache, layout)
     assert all(not side.any() for both in cache.layers for side in both)

@@ -45,8 +45,7 @@ def case(sizes, prompts, lengths, *, heads, repeats, width, dtype=torch.float32,
         positions=positions,
         longest=int(positions.max()) + 1,
         table=table.int(),
-        runs=runs.int(),
-        shared=shared.int(),
+        runs=lambda: (runs.int(), shared.int()),
     )
     return SimpleNamespace(
         query=query, key=key, value=value, keys=keys, values=values, layout=layout
@@ -143,7 +142,7 @@ def test_a_row_has_the_same_bits_alone_with_siblings_and_on_any_number_of_thread
     lengths = [1 + 7 * i % 60 for i in range(24)]
     made = case([8, 11, 5], [100, 40, 17], lengths, heads=2, repeats=repeats, width=64, dtype=dtype)
     together, _, _ = run(made, window=window)
-    apart, _, _ = run(made, window=window, runs=None, shared=None)
+    apart, _, _ = run(made, window=window, runs=None)
     assert torch.equal(together, apart)
     torch.set_num_threads(3)
     try:
@@ -162,7 +161,7 @@ def test_a_row_has_the_same_bits_alone_with_siblings_and_on_any_number_of_thread
             "positions": made.layout.positions[row : row + 1],
             "table": made.layout.table[row : row + 1],
         }
-        one, _, _ = run(alone, window=window, runs=None, shared=None, **layout)
+        one, _, _ = run(alone, window=window, runs=None, **layout)
         assert torch.equal(one[0], together[row])
 
 

@@ -75,7 +75,10 @@ def gradients(learner, rows):
         learner.micro(part)
     found = learner.everywhere(_gradients)
     learner.end(0.0)
-    return [{name: torch.tensor(values) for name, values in each.items()} for each in found]
+    return [
+        {name: torch.tensor(values) / learner.divisor for name, values in each.items()}
+        for each in found
+    ]
 
 
 def _gradients(learner, rank, ranks):

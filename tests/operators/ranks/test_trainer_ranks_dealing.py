@@ -15,9 +15,9 @@ from operators.training.learner.learner import Prepared
 from operators.training.learner.rows import pack
 from operators.training.parallel.lead import (
     CODEC,
-    BeginStep,
     CallFunction,
     DealtRollouts,
+    Share,
     chosen,
     cost,
     deal,
@@ -150,23 +150,22 @@ def test_one_group_is_cut_rather_than_that_a_rank_stands_idle_unless_the_loss_ne
     assert [[part.tolist() for part in parts] for parts in whole] == [[[0, 1, 2, 3]], [[]]]
 
 
-def test_a_share_has_the_rows_of_its_micro_batches_and_their_scales():
+def test_a_share_has_the_rows_of_its_micro_batches():
     rows = rows_of(*[group(number, size=4) for number in range(5)])
-    scale = np.arange(rows.rollouts, dtype=float)
     computed = np.array([0, 1, 2, 5, 6, 9, 11, 12, 17])
-    shares = dealt(Prepared(rows=rows, scale_R=scale, computed=computed), 2, 30, False)
-    held = {}
+    shares = dealt(Prepared(rows=rows, computed=computed), 2, 30, False)
+    held = []
     for share in shares:
-        assert np.concatenate(share.parts).tolist() == list(range(share.rows.rollouts))
+        assert sum(share.counts) == share.rows.rollouts
         for at, rollout in enumerate(share.rows.rollout_ids_R.tolist()):
             row = rows.rollout_ids_R.tolist().index(rollout)
-            held[row] = share.scale_R[at]
+            held.append(row)
             mine = slice(share.rows.offsets[at], share.rows.offsets[at + 1])
             its = slice(rows.offsets[row], rows.offsets[row + 1])
             assert share.rows.tokens.ids[mine].tolist() == rows.tokens.ids[its].tolist()
             assert share.rows.tokens.logprobs[mine].tolist() == rows.tokens.logprobs[its].tolist()
             assert share.rows.columns_R["advantage"][at] == rows.columns_R["advantage"][row]
-    assert held == {row: float(row) for row in computed.tolist()}
+    assert sorted(held) == computed.tolist()
 
 
 def test_rows_come_through_a_message_as_they_were():
@@ -178,11 +177,8 @@ def test_rows_come_through_a_message_as_they_were():
         chosen(rows, np.array([3, 1])),
         chosen(replace(rows, tokens=replace(rows.tokens, sampling_mask=kept)), np.arange(5)),
     ):
-        begin = BeginStep(3, given_rows, ids, (2, 3))
-        found = CODEC.decode(CODEC.encode(begin))
-        assert (
-            found.version == 3 and found.counts == (2, 3) and found.scale.tolist() == ids.tolist()
-        )
+        found = CODEC.decode(CODEC.encode(Share(given_rows, (2, 3))))
+        assert found.counts == (2, 3)
         again = found.rows
         for name, value in vars_of(given_rows).items():
             same(value, getattr(again, name))
