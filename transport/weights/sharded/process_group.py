@@ -95,6 +95,15 @@ class ProcessGroup:
             time.sleep(0.0002)
         work.wait()
 
+    def order(self, work: Any, deadline: float, clock: Callable[[], float]) -> None:
+        """Have what this thread asks for from now on come behind it: on a GPU its current stream
+        waits, and the thread goes on; else as `wait`, watched.
+        """
+        if self.backend == "gloo":
+            self.wait(work, deadline, clock, is_watched=True)
+        else:
+            work.wait()
+
     def abort(self) -> None:
         """End all that is under way, here and at the other ranks. From any thread; returns within
         milliseconds.

@@ -16,13 +16,13 @@ import numpy as np
 import torch
 
 from transport.codec import Codec, Message
-from transport.native import Copier, Summer
 from transport.weights.errors import SegmentError
+from transport.weights.executors.device import TransferDevice
 from transport.weights.executors.device_memory import DeviceMemory, Handle
 from transport.weights.executors.peer_memory import PeerBuffer, PeerMemory
 from transport.weights.layout.flat import FlatLayout
 from transport.weights.memory import buffers
-from transport.weights.sharded.chunks import Chunk, Sums, place
+from transport.weights.sharded.chunks import Chunk, PlaceKey, place
 from transport.weights.sharded.receive_buffers import Buffer
 from transport.weights.sharded.staging import Tensors
 from transport.weights.sharded.steps import in_turns, recent
@@ -60,9 +60,17 @@ class Deposit:
     """A chunk that its sender writes into the receiver's buffer; the message announces it."""
 
     def __init__(
-        self, peer: int, tag: int, chunk: Chunk, ours: Tensors, theirs: Tensors, threads: int
+        self,
+        peer: int,
+        tag: int,
+        chunk: Chunk,
+        ours: Tensors,
+        theirs: Tensors,
+        device: TransferDevice,
+        threads: int,
     ) -> None:
         self.peer, self.tag = peer, tag
+        self.names = [part.copy.tensor for part in chunk.fragments]
         self.nbytes = sum(fragment.nbytes for fragment in chunk.fragments)
         self.data = torch.zeros(1, dtype=torch.uint8)
         parts = chunk.fragments
@@ -73,38 +81,38 @@ class Deposit:
         shaped = [
             source.view(target.shape) for source, target in zip(sources, targets, strict=True)
         ]
-        self._copier = Copier(targets, shaped, threads=threads)
+        self._copier = device.copier(targets, shaped, threads=threads)
 
-    def pack(self) -> list[int]:
-        """Write it; the checksum of each fragment."""
-        return self._copier.run()
+    def pack(self, sums: torch.Tensor) -> None:
+        """Write it, and add the checksum of each fragment."""
+        self._copier.start(sums=sums)
 
-    def known(self, sums: Sums) -> list[int] | None:
-        """The checksums made when the tensors were copied; None where they are not of these
-        fragments.
-        """
-        values = [sums.get(key, -1) for key in self._keys] if sums and self._same else [-1]
-        return None if -1 in values else values
+    def known(self, rows: Mapping[PlaceKey, int]) -> list[int] | None:
+        """As of `ChunkMessage`."""
+        at = [rows.get(key, -1) for key in self._keys] if self._same else [-1]
+        return None if -1 in at else at
 
-    def sums(self) -> list[int]:
-        """None: `pack` makes them."""
-        return []
+    def sum(self, sums: torch.Tensor) -> None:
+        """Nothing: `pack` adds them."""
 
 
 class DepositedChunk:
     """A chunk in this rank's buffer, announced by a message."""
 
-    def __init__(self, peer: int, tag: int, chunk: Chunk, ours: Tensors) -> None:
+    def __init__(
+        self, peer: int, tag: int, chunk: Chunk, ours: Tensors, device: TransferDevice
+    ) -> None:
         self.peer, self.tag = peer, tag
         self.data = torch.zeros(1, dtype=torch.uint8)
         self.names = [part.copy.tensor for part in chunk.fragments]
-        self._summer = Summer(
+        self._summer = device.summer(
             [ours[part.copy.destination_name][part.destination] for part in chunk.fragments]
         )
 
-    def unpack(self) -> list[int]:
-        """The checksum of each fragment as it lies there."""
-        return self._summer.run()
+    def unpack(self, sums: torch.Tensor) -> bool:
+        """Add the checksum of each fragment as it lies there; True."""
+        self._summer.start(sums)
+        return True
 
 
 class _Opened:
@@ -135,15 +143,16 @@ class Deposits:
         chunks: Mapping[int, Sequence[Chunk]],
         flats: Mapping[int, FlatLayout],
         memory: PeerMemory,
+        device: TransferDevice,
         *,
         first: int,
         threads: int,
     ) -> None:
-        """`chunks`, `flats`: what goes to each peer, and how its buffers are laid out. `first`:
-        whose turn is first.
+        """`chunks`, `flats`: what goes to each peer, and how its buffers are laid out. `device`:
+        where this rank's tensors lie. `first`: whose turn is first.
         """
         self._exchange, self._chunks, self._flats, self._memory = exchange, chunks, flats, memory
-        self._first, self._threads = first, threads
+        self._device, self._first, self._threads = device, first, threads
         self._opened: dict[int, dict[bytes, _Opened]] = {peer: {} for peer in chunks}
         self._places = self._asked()
 
@@ -191,7 +200,7 @@ class Deposits:
 
     def _compiled(self, peer: int, tensors: Tensors, opened: _Opened) -> list[Deposit]:
         return [
-            Deposit(peer, number, chunk, tensors, opened.views, self._threads)
+            Deposit(peer, number, chunk, tensors, opened.views, self._device, self._threads)
             for number, chunk in enumerate(self._chunks[peer], 1)
         ]
 
@@ -203,10 +212,15 @@ class Arrivals:
     """
 
     def __init__(
-        self, exchange: GroupExchange, chunks: Mapping[int, Sequence[Chunk]], *, first: int
+        self,
+        exchange: GroupExchange,
+        chunks: Mapping[int, Sequence[Chunk]],
+        device: TransferDevice,
+        *,
+        first: int,
     ) -> None:
-        """`chunks`: what comes from each peer. `first`: whose turn is first."""
-        self._exchange, self._chunks, self._first = exchange, chunks, first
+        """`chunks`: what comes from each peer. `device`: where. `first`: whose turn is first."""
+        self._exchange, self._chunks, self._device, self._first = exchange, chunks, device, first
         self._steps: dict[int, list[DepositedChunk]] = {}
         self._telling: list[Any] = []
 
@@ -233,7 +247,7 @@ class Arrivals:
         return in_turns(
             {
                 peer: [
-                    DepositedChunk(peer, number, chunk, buffer.views)
+                    DepositedChunk(peer, number, chunk, buffer.views, self._device)
                     for number, chunk in enumerate(cut, 1)
                 ]
                 for peer, cut in self._chunks.items()

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from transport.weights import Layout, Mesh
+from transport.weights.executors.device import HostDevice
 from transport.weights.layout.reshard import reshard
 from transport.weights.memory import buffers
 from transport.weights.sharded.chunks import chunks_between, split_shape
@@ -18,7 +19,7 @@ MODEL = {
     "c": ((7,), "float32"),
     "d": ((), "float32"),
 }
-CPU = torch.device("cpu")
+CPU = HostDevice()
 
 
 def layouts():
