@@ -104,7 +104,7 @@ class Sent:
                 sender=group.rank,
                 receiver=deposit.peer - group.sources,
                 tag=deposit.tag,
-                nbytes=deposit._copier.nbytes,
+                nbytes=sum(there.nbytes for there in deposit._copier._destinations),
             )
             return pack(deposit, sums)
 

@@ -82,9 +82,11 @@ def box(destination: torch.Tensor, source: torch.Tensor) -> Box | None:
         cast,
     )
     if on_gpu:
-        # words of 8 bytes there, of which a cast reads 16
-        words = (made.to, made.row, made.to_stride, *(() if cast else (made[1], made.from_stride)))
-        return None if any(number % 8 for number in words) else made
+        # words of 8 bytes, of which a cast reads 16
+        there, here = (made.to, made.row, made.to_stride), (made.source, made.from_stride)
+        read = 16 if cast else 8
+        is_odd = any(n % 8 for n in there) or any(n % read for n in here)
+        return None if is_odd else made
     return None if rows > 1 and made.row < SHORTEST_ROW else made
 
 
@@ -143,11 +145,6 @@ class Copier:
         self._table = np.empty((0, len(Box._fields)), np.int64)
         if self._sources is not None:
             self._compile(self._sources)
-
-    @property
-    def nbytes(self) -> int:
-        """Of all destinations."""
-        return sum(tensor.nbytes for tensor in self._destinations)
 
     def run(self, sources: Sequence[torch.Tensor] | None = None) -> list[int]:
         """`start`, and wait: the checksum (`wordsum`) of each destination's bytes, densely laid

@@ -55,18 +55,18 @@ class WordMoves:
         row_words = np.where(table[:, 2] == 1, words, table[:, 3] // 8)
         table[:, 3], table[:, 2] = np.maximum(row_words, 1), np.asarray(rows, np.int64)
         self._boxes = torch.from_numpy(table).to(device)
-        self._chunks = torch.from_numpy(np.stack([owner, first, count, keep])).to(device)
+        self._chunks = torch.from_numpy(np.stack([owner, first, count, keep], axis=1)).to(device)
         self._copies = copies
 
     def ask(self, sums: torch.Tensor) -> None:
         """Copy all boxes; s1 and s2 of each are added to its row of `sums`, int64[n, 2] on the
         GPU. Goes on the current stream and is not waited for.
         """
-        if programs := self._chunks.shape[1]:
+        if programs := len(self._chunks):
             with torch.cuda.device_of(sums):
                 _move[(programs,)](
                     self._boxes,
-                    *self._chunks,
+                    self._chunks,
                     sums,
                     copies=self._copies,
                     block=BLOCK_WORDS,
@@ -77,10 +77,7 @@ class WordMoves:
 @triton.jit
 def _move(
     boxes,
-    owners,
-    firsts,
-    counts,
-    keeps,
+    chunks,
     sums,
     copies: tl.constexpr,
     block: tl.constexpr,
@@ -88,13 +85,16 @@ def _move(
     """One chunk of a box: its words, cast from float32 where the box says so, and their sums, for
     which of the last word some bits count.
     """
-    program = tl.program_id(0)
-    box = boxes + 7 * tl.load(owners + program)
-    to, source, out = tl.load(box), tl.load(box + 1), tl.load(box + 2)
-    row_words = tl.load(box + 3).to(tl.int32)
+    chunk = chunks + 4 * tl.program_id(0)
+    box = boxes + 7 * tl.load(chunk)
+    first, count = tl.load(chunk + 1).to(tl.int32), tl.load(chunk + 2).to(tl.int32)
+    keep = tl.load(chunk + 3)
+    to = tl.load(box).to(tl.pointer_type(tl.int64))
+    source = tl.load(box + 1)
+    words = source.to(tl.pointer_type(tl.int64))
+    floats = tl.multiple_of(source.to(tl.pointer_type(tl.float32)), 16)
+    out, row_words = tl.load(box + 2), tl.load(box + 3).to(tl.int32)
     to_stride, from_stride, cast = tl.load(box + 4), tl.load(box + 5), tl.load(box + 6)
-    first = tl.load(firsts + program).to(tl.int32)
-    count, keep = tl.load(counts + program).to(tl.int32), tl.load(keeps + program)
     lanes = tl.arange(0, block)
     quarters = tl.arange(0, 4)
     lane_words = tl.zeros([block], tl.int64)
@@ -105,14 +105,14 @@ def _move(
         inside = index < count
         row = (first + index) // row_words
         column = ((first + index) - row * row_words).to(tl.int64)
-        begin = source + row.to(tl.int64) * from_stride
+        row = row.to(tl.int64)
         if cast == 0:
-            place = (begin + 8 * column).to(tl.pointer_type(tl.int64))
-            word = tl.load(place, mask=inside, other=0)
+            word = tl.load(words + row * (from_stride // 8) + column, mask=inside, other=0)
         else:
-            places = (begin + 16 * column)[:, None] + (4 * quarters)[None, :]
+            # fours of numbers lie at multiples of 16 bytes
+            four = 4 * (row * (from_stride // 16) + column)
             numbers = tl.load(
-                places.to(tl.pointer_type(tl.float32)), mask=inside[:, None], other=0.0
+                floats + (four[:, None] + quarters[None, :]), mask=inside[:, None], other=0.0
             )
             if cast == 1:
                 whole = numbers.to(tl.int32, bitcast=True)
@@ -124,8 +124,7 @@ def _move(
             wide = (bits.to(tl.int64) & 0xFFFF) << (16 * quarters).to(tl.int64)[None, :]
             word = tl.sum(wide, 1)
         if copies:
-            target = (to + row.to(tl.int64) * to_stride + 8 * column).to(tl.pointer_type(tl.int64))
-            tl.store(target, word, mask=inside)
+            tl.store(to + row * (to_stride // 8) + column, word, mask=inside)
         lane_words += word
         totals += lane_words
         last += tl.where(index == count - 1, word, 0)

@@ -18,7 +18,7 @@ from torch.overrides import TorchFunctionMode
 
 from transport.errors import WaitTimeout
 from transport.native import Copier, Summer
-from transport.weights.executors.device import HostDevice
+from transport.weights.executors.device import TransferDevice
 
 PROGRAM = "program"
 READS = {
@@ -175,7 +175,7 @@ def _range(tensor) -> range:
     return range(storage.data_ptr(), storage.data_ptr() + storage.nbytes() + 1)
 
 
-class RecordingDevice(HostDevice):
+class RecordingDevice(TransferDevice):
     """One queue of a `Gpu` for transfers."""
 
     is_behind = True
@@ -225,23 +225,26 @@ class RecordingDevice(HostDevice):
         return tensor.as_subclass(Fetched)
 
     def copier(self, destinations, sources=None, *, threads=1):
-        return _Recorded(self.gpu, "copy", Copier(destinations, sources, threads=threads), 2)
+        work = Copier(destinations, sources, threads=threads)
+        return _Recorded(self.gpu, "copy", work, 2 * _nbytes(destinations))
 
     def summer(self, tensors):
-        summer = Summer(tensors)
-        summer.nbytes = sum(tensor.nbytes for tensor in tensors)
-        return _Recorded(self.gpu, "sum", summer, 1)
+        return _Recorded(self.gpu, "sum", Summer(tensors), _nbytes(tensors))
+
+
+def _nbytes(tensors) -> int:
+    return sum(tensor.nbytes for tensor in tensors)
 
 
 class _Recorded:
     """Copies or sums; they run at once, and count as one kernel."""
 
-    def __init__(self, gpu: Gpu, what: str, work, passes: int) -> None:
-        self.gpu, self.what, self.work = gpu, what, work
-        self.nbytes, self._passes = work.nbytes, passes
+    def __init__(self, gpu: Gpu, what: str, work, nbytes: int) -> None:
+        """`nbytes`: read and written."""
+        self.gpu, self.what, self.work, self.nbytes = gpu, what, work, nbytes
 
     def start(self, *arguments, **named):
-        self.gpu.asked(self.what, self._passes * self.nbytes)
+        self.gpu.asked(self.what, self.nbytes)
         with torch._C.DisableTorchFunction():
             return self.work.start(*arguments, **named)
 
@@ -284,6 +287,9 @@ class VirtualGroup:
         self.link, self.rank, self.size, self.backend = link, rank, size, backend
         self._of_hosts = backend in ("shared_memory", "cuda_ipc")
         self._key, self._over = meeting.store, meeting.over
+
+    def meet(self, device, deadline, clock):
+        """All are in one process."""
 
     def send(self, tensor, peer, tag):
         return self._post((self._key, self.rank, peer), tensor, 0)

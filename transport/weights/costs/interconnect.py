@@ -15,6 +15,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 
 from transport.weights.costs.amounts import amount
 from transport.weights.layout.shards import Ints
@@ -83,10 +84,7 @@ def cost(pair_bytes: Ints, links: Interconnect) -> Cost:
     """The model's cost of moving `pair_bytes` [source ranks, destination ranks] over these
     links.
     """
-    source = np.arange(pair_bytes.shape[0])[:, None]
-    destination = links.destinations_from(len(source)) + np.arange(pair_bytes.shape[1])[None, :]
-    near = source // links.gpus_per_node == destination // links.gpus_per_node
-    kind = np.where(source == destination, 0, np.where(near, 1, 2))
+    kind = _kinds(pair_bytes.shape, links)
     by_kind = np.stack(
         [np.where(kind == number, pair_bytes, 0) for number in range(len(KINDS))], axis=2
     )
@@ -95,9 +93,7 @@ def cost(pair_bytes: Ints, links: Interconnect) -> Cost:
         ("source", "sends", by_kind.sum(axis=1), messages.sum(axis=1)),
         ("destination", "receives", by_kind.sum(axis=0), messages.sum(axis=0)),
     ]
-    speeds = np.array(
-        [links.local_bytes_per_s, links.within_bytes_per_s, links.between_bytes_per_s]
-    )
+    speeds = _speeds(links)
     seconds, busiest = 0.0, "nothing is sent"
     for side, does, nbytes, count in sides:
         busy = (nbytes / speeds).max(axis=1) + count * links.message_s
@@ -115,6 +111,36 @@ def cost(pair_bytes: Ints, links: Interconnect) -> Cost:
         source_messages=sides[0][3],
         destination_messages=sides[1][3],
     )
+
+
+def in_matchings(pair_bytes: Ints, table: Ints, links: Interconnect) -> float:
+    """Seconds until the last rank is through with its pairs, in the order of their matchings
+    (`matchings`): a pair begins when both ranks are done with their earlier ones.
+    """
+    speeds = _speeds(links)[_kinds(pair_bytes.shape, links)]
+    seconds = pair_bytes / speeds + -(-pair_bytes // links.bucket_bytes) * links.message_s
+    done = np.zeros(pair_bytes.shape[0]), np.zeros(pair_bytes.shape[1])
+    sources, destinations = np.nonzero(table >= 0)
+    order = np.argsort(table[sources, destinations], kind="stable")
+    sources, destinations = sources[order], destinations[order]
+    ends = np.cumsum(np.bincount(table[sources, destinations]))[:-1]
+    for at, to in zip(np.split(sources, ends), np.split(destinations, ends), strict=True):
+        over = np.maximum(done[0][at], done[1][to]) + seconds[at, to]
+        done[0][at], done[1][to] = over, over
+    return float(max(done[0].max(initial=0.0), done[1].max(initial=0.0)))
+
+
+def _kinds(shape: tuple[int, ...], links: Interconnect) -> Ints:
+    """[source ranks, destination ranks]: over which of `KINDS` each pair goes."""
+    source = np.arange(shape[0])[:, None]
+    destination = links.destinations_from(len(source)) + np.arange(shape[1])[None, :]
+    near = source // links.gpus_per_node == destination // links.gpus_per_node
+    return np.where(source == destination, 0, np.where(near, 1, 2))
+
+
+def _speeds(links: Interconnect) -> npt.NDArray[np.float64]:
+    """Of `KINDS`, bytes per second."""
+    return np.array([links.local_bytes_per_s, links.within_bytes_per_s, links.between_bytes_per_s])
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -17,49 +17,37 @@ Mark = Any
 """A point in a queue of the device."""
 
 
-class Copies(Protocol):
-    """Copies that are compiled once: see `Copier`."""
-
-    @property
-    def nbytes(self) -> int:
-        """That they write."""
-
-    def start(
-        self, sources: Sequence[torch.Tensor] | None = None, sums: torch.Tensor | None = None
-    ) -> torch.Tensor:
-        """Ask for all; s1 and s2 of what each writes, int64[n, 2], on the device."""
-
-
-class Sums(Protocol):
-    """Sums that are compiled once: see `Summer`."""
-
-    def start(self, sums: torch.Tensor | None = None) -> torch.Tensor:
-        """Ask for all; s1 and s2 of each tensor, int64[n, 2], on the device."""
-
-
-class TransferDevice(Protocol):
+class TransferDevice:
     """One device, with a queue for transfers. Any thread may use it; only `reached` looks whether
     something is done, and nothing waits.
+
+    This one is the processor, where all is done at once.
     """
 
-    device: torch.device
-    is_behind: bool
+    is_behind = False
     """Whether it works behind the program: what is asked for is not there at once."""
+
+    def __init__(self, device: torch.device | str = "cpu") -> None:
+        self.device = torch.device(device)
 
     def another(self) -> TransferDevice:
         """The same device, with another queue: what stands in one holds up none of the others."""
+        return self
 
     def beside(self) -> AbstractContextManager[None]:
         """What this thread asks for inside goes to the transfers' queue, not to the program's."""
+        return nullcontext()
 
     def mark(self) -> Mark:
         """After all that this thread has asked for so far in the queue that it uses."""
+        return None
 
     def after(self, mark: Mark) -> None:
         """What this thread asks for from now on begins after the mark. The thread goes on."""
 
     def reached(self, mark: Mark) -> bool:
         """Whether the device has come to the mark."""
+        return True
 
     def uses(self, tensors: Iterable[torch.Tensor]) -> None:
         """The queue that this thread uses reads or writes these: their memory is given to nobody
@@ -67,53 +55,7 @@ class TransferDevice(Protocol):
         """
 
     def fetch(self, tensor: torch.Tensor) -> torch.Tensor:
-        """A copy in main memory, whole once a later mark is reached."""
-
-    def copier(
-        self,
-        destinations: Sequence[torch.Tensor],
-        sources: Sequence[torch.Tensor] | None = None,
-        *,
-        threads: int = 1,
-    ) -> Copies:
-        """Copies into tensors of this device."""
-
-    def summer(self, tensors: Sequence[torch.Tensor]) -> Sums:
-        """Sums of tensors of this device."""
-
-
-class HostDevice:
-    """The processor: what is asked for is done at once."""
-
-    is_behind = False
-
-    def __init__(self, device: torch.device | str = "cpu") -> None:
-        self.device = torch.device(device)
-
-    def another(self) -> TransferDevice:
-        """Itself: it has no queue."""
-        return self
-
-    def beside(self) -> AbstractContextManager[None]:
-        """Nothing changes."""
-        return nullcontext()
-
-    def mark(self) -> Mark:
-        """None: everything is done."""
-        return None
-
-    def after(self, mark: Mark) -> None:
-        """At once."""
-
-    def reached(self, mark: Mark) -> bool:
-        """It has."""
-        return True
-
-    def uses(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Memory is used by whoever runs."""
-
-    def fetch(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Itself."""
+        """The tensor in main memory, whole once a later mark is reached."""
         return tensor
 
     def copier(
@@ -122,16 +64,16 @@ class HostDevice:
         sources: Sequence[torch.Tensor] | None = None,
         *,
         threads: int = 1,
-    ) -> Copies:
-        """By the kernels of the tensors' device."""
+    ) -> Copier:
+        """Copies into tensors of this device."""
         return Copier(destinations, sources, threads=threads)
 
-    def summer(self, tensors: Sequence[torch.Tensor]) -> Sums:
-        """By the kernels of the tensors' device."""
+    def summer(self, tensors: Sequence[torch.Tensor]) -> Summer:
+        """Sums of tensors of this device."""
         return Summer(tensors)
 
 
-class CudaDevice(HostDevice):
+class CudaDevice(TransferDevice):
     """A GPU: transfers have a stream of their own, a mark is an event."""
 
     is_behind = True
@@ -171,14 +113,16 @@ class CudaDevice(HostDevice):
                 tensor.record_stream(stream)
 
     def fetch(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Into pinned memory."""
+        """A copy in pinned memory; what lies in main memory stays there."""
+        if tensor.device.type == "cpu":
+            return tensor
         here = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
         return here.copy_(tensor, non_blocking=True)
 
 
 def transfer_device(device: str | torch.device | TransferDevice) -> TransferDevice:
     """The device of this name; `cuda` is the GPU that is current."""
-    if not isinstance(device, str | torch.device):
+    if isinstance(device, TransferDevice):
         return device
     resolved = numbered(device)
-    return CudaDevice(resolved) if resolved.type == "cuda" else HostDevice(resolved)
+    return CudaDevice(resolved) if resolved.type == "cuda" else TransferDevice(resolved)

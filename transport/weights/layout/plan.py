@@ -14,6 +14,7 @@ import numpy.typing as npt
 
 from transport.weights.layout.flat import ITEM_BYTES
 from transport.weights.layout.layout import Layout, TensorLayout
+from transport.weights.layout.matchings import matchings
 from transport.weights.layout.shards import Ints, Shards
 
 Box = tuple[slice, ...]
@@ -199,6 +200,21 @@ class CopyPlan:
         return int(self.pair_bytes.sum())
 
     @functools.cached_property
+    def matchings(self) -> Ints:
+        """[source ranks, destination ranks]: in which matching each pair exchanges its bytes."""
+        return matchings(self.pair_bytes)
+
+    def receivers(self, source_rank: int) -> list[int]:
+        """To whom a source rank sends, in the order of the matchings; nobody, where it holds
+        nothing.
+        """
+        return _in_order(self.matchings[source_rank : source_rank + 1].ravel())
+
+    def senders(self, destination_rank: int) -> list[int]:
+        """From whom a destination rank receives, in the order of the matchings."""
+        return _in_order(self.matchings[:, destination_rank : destination_rank + 1].ravel())
+
+    @functools.cached_property
     def _pairs(self) -> tuple[Ints, Ints]:
         sources, destinations = self.source.ranks, self.destination.ranks
         nbytes, copies = np.zeros((2, sources * destinations), np.int64)
@@ -214,6 +230,13 @@ class CopyPlan:
                 )
                 copies += np.bincount(pair, minlength=len(copies)) * times
         return nbytes.reshape(sources, destinations), copies.reshape(sources, destinations)
+
+
+def _in_order(numbers: Ints) -> list[int]:
+    """Places of the numbers from 0 on, by number."""
+    peers = np.flatnonzero(numbers >= 0)
+    ordered: list[int] = peers[np.argsort(numbers[peers])].tolist()
+    return ordered
 
 
 def _boxes(shards: Shards, rows: Ints, low: Ints, high: Ints) -> list[Box]:

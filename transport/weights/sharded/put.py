@@ -25,7 +25,7 @@ from transport.weights.memory import buffers
 from transport.weights.sharded.chunks import Chunk, PlaceKey, place
 from transport.weights.sharded.receive_buffers import Buffer
 from transport.weights.sharded.staging import Tensors
-from transport.weights.sharded.steps import in_turns, recent
+from transport.weights.sharded.steps import recent
 from transport.weights.sharded.transfer import Arriving, GroupExchange, Hearing
 
 HANDLE_WORDS = 128
@@ -144,15 +144,13 @@ class Deposits:
         flats: Mapping[int, FlatLayout],
         memory: PeerMemory,
         device: TransferDevice,
-        *,
-        first: int,
         threads: int,
     ) -> None:
-        """`chunks`, `flats`: what goes to each peer, and how its buffers are laid out. `device`:
-        where this rank's tensors lie. `first`: whose turn is first.
+        """`chunks`, `flats`: what goes to each peer, in the order of the plan's matchings, and how
+        its buffers are laid out. `device`: where this rank's tensors lie.
         """
         self._exchange, self._chunks, self._flats, self._memory = exchange, chunks, flats, memory
-        self._device, self._first, self._threads = device, first, threads
+        self._device, self._threads = device, threads
         self._opened: dict[int, dict[bytes, _Opened]] = {peer: {} for peer in chunks}
         self._places = self._asked()
 
@@ -165,14 +163,12 @@ class Deposits:
         places = self._places.heard(deadline)
         self._places = self._asked()
         decoded = {peer: _told(words) for peer, words in places.items()}
-        return in_turns(
-            {
-                peer: self._steps_to(peer, place, key, tensors)
-                for peer, place in decoded.items()
-                if place
-            },
-            self._first,
-        )
+        return [
+            step
+            for peer, place in decoded.items()
+            if place
+            for step in self._steps_to(peer, place, key, tensors)
+        ]
 
     def close(self) -> None:
         """Let go of all buffers."""
@@ -216,11 +212,11 @@ class Arrivals:
         exchange: GroupExchange,
         chunks: Mapping[int, Sequence[Chunk]],
         device: TransferDevice,
-        *,
-        first: int,
     ) -> None:
-        """`chunks`: what comes from each peer. `device`: where. `first`: whose turn is first."""
-        self._exchange, self._chunks, self._device, self._first = exchange, chunks, device, first
+        """`chunks`: what comes from each peer, in the order of the plan's matchings. `device`:
+        where.
+        """
+        self._exchange, self._chunks, self._device = exchange, chunks, device
         self._steps: dict[int, list[DepositedChunk]] = {}
         self._telling: list[Any] = []
 
@@ -244,16 +240,11 @@ class Arrivals:
         self._telling = self._exchange.tell(dict.fromkeys(self._chunks, words))
 
     def _compiled(self, buffer: Buffer) -> list[DepositedChunk]:
-        return in_turns(
-            {
-                peer: [
-                    DepositedChunk(peer, number, chunk, buffer.views, self._device)
-                    for number, chunk in enumerate(cut, 1)
-                ]
-                for peer, cut in self._chunks.items()
-            },
-            self._first,
-        )
+        return [
+            DepositedChunk(peer, number, chunk, buffer.views, self._device)
+            for peer, cut in self._chunks.items()
+            for number, chunk in enumerate(cut, 1)
+        ]
 
 
 def _words(body: bytes) -> list[int]:

@@ -338,13 +338,10 @@ class Receiving:
         self, reader: ShardedReader, buffers: ReceiveBuffers, form: FormGroup, meeting: Meeting
     ) -> None:
         plan = reshard(Layout.from_plain(form.layout), reader.layout)
-        by_peer = {
+        self._chunks = {
             of: chunks_between(plan, of, reader.rank, form.bucket_bytes)
-            for of in range(form.sources)
+            for of in plan.senders(reader.rank)
         }
-        self._chunks = {peer: cut for peer, cut in by_peer.items() if cut}
-        self._depth = max(DEPTH, len(self._chunks))
-        self._first = reader.rank % form.sources
         self._epoch = form.epoch
         self._buffers, self._lock = buffers, reader._control.changed
         self._device = reader._device.another()
@@ -353,7 +350,6 @@ class Receiving:
             self._exchange = GroupExchange(
                 form,
                 form.sources + reader.rank,
-                self._chunks,
                 self._device,
                 reader._deadlines.form_s,
                 meeting,
@@ -362,9 +358,7 @@ class Receiving:
         self._reader, self._form_s = reader, reader._deadlines.form_s
         self._memory = reader._memory_of(form.backend)
         self._arrivals = (
-            Arrivals(self._exchange, self._chunks, self._device, first=self._first)
-            if self._memory
-            else None
+            Arrivals(self._exchange, self._chunks, self._device) if self._memory else None
         )
         self._next: tuple[Buffer, Arriving] | None = None
         """Where senders may write already."""
@@ -456,14 +450,13 @@ class Receiving:
         return recent(self._steps, buffer.number, lambda: self._compiled(buffer))
 
     def _receive(self, steps: list[ChunkMessage], deadline: float) -> TransferOutcome:
-        return self._exchange.receive(self._exchange.expect(steps, self._depth), deadline)
+        return self._exchange.receive(self._exchange.expect(steps, DEPTH), deadline)
 
     def _compiled(self, buffer: Buffer) -> list[ChunkMessage]:
         return compiled(
             self._chunks,
             buffer.views,
             sending=False,
-            depth=self._depth,
+            depth=DEPTH,
             device=self._device,
-            first=self._first,
         )

@@ -10,8 +10,9 @@ from typing import Protocol
 
 import torch
 
+from transport.native import Copier
 from transport.weights.errors import LayoutMismatch
-from transport.weights.executors.device import Copies, Mark, TransferDevice
+from transport.weights.executors.device import Mark, TransferDevice
 from transport.weights.layout.flat import ITEM_BYTES, FlatLayout
 from transport.weights.layout.layout import Layout
 from transport.weights.memory import buffers
@@ -71,7 +72,7 @@ class Snapshots:
         self._keys = [(name, place(box)) for name, box in self._parts]
         self._held: list[int] = []
         self._views: list[dict[str, torch.Tensor]] = []
-        self._copiers: list[Copies] = []
+        self._copiers: list[Copier] = []
         self._sums: list[StagedSums | None] = [None, None]
         self._rows = {key: row for row, key in enumerate(self._keys)}
         self._marks: list[Mark] = [None, None]

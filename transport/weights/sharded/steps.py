@@ -9,19 +9,19 @@ the bytes of every fragment, on the device where they lie.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from itertools import pairwise, zip_longest
+from itertools import pairwise
 from typing import TypeVar
 
 import torch
 
-from transport.weights.executors.device import Copies, Sums, TransferDevice
+from transport.native import Copier, Summer
+from transport.weights.executors.device import TransferDevice
 from transport.weights.layout.flat import ALIGNMENT
 from transport.weights.sharded.chunks import Chunk, Fragment, PlaceKey, place
 
 Fragments = list[tuple[Fragment, torch.Tensor]]
 Key = TypeVar("Key", int, bytes)
 Compiled = TypeVar("Compiled")
-Message = TypeVar("Message")
 
 
 class ChunkMessage:
@@ -45,8 +45,8 @@ class ChunkMessage:
         self._keys = [
             (fragment.copy.source_name, place(fragment.source)) for fragment, _ in fragments
         ]
-        self._copier: Copies | None = None
-        self._summer: Sums | None = None
+        self._copier: Copier | None = None
+        self._summer: Summer | None = None
         self._same = all(_dtype(fragment) == tensor.dtype for fragment, tensor in fragments)
 
     @property
@@ -134,15 +134,6 @@ def recent(
     return cache[key]
 
 
-def in_turns(steps: Mapping[int, Sequence[Message]], first: int) -> list[Message]:
-    """The messages by peer, each peer's in their order, while the peers take turns from `first`
-    on.
-    """
-    peers = sorted(steps, key=lambda peer: (peer < first, peer))
-    rows = zip_longest(*(steps[peer] for peer in peers))
-    return [step for row in rows for step in row if step is not None]
-
-
 def compiled(
     chunks: Mapping[int, Sequence[Chunk]],
     tensors: Mapping[str, torch.Tensor],
@@ -150,23 +141,17 @@ def compiled(
     sending: bool,
     depth: int,
     device: TransferDevice,
-    first: int,
 ) -> list[ChunkMessage]:
-    """The steps of a transfer: the peers take turns, from `first` on; `depth` of them may be under
-    way at once.
+    """The steps of a transfer, peer by peer; `depth` of them may be under way at once.
 
-    `chunks`: by the peer's rank in the process group. `device`: where messages lie.
+    `chunks`: by the peer's rank in the process group, in the order of the plan's matchings.
+    `device`: where messages lie.
     """
-    steps = in_turns(
-        {
-            peer: [
-                step_of(peer, number, chunk, tensors, sending, device)
-                for number, chunk in enumerate(cut, 1)
-            ]
-            for peer, cut in chunks.items()
-        },
-        first,
-    )
+    steps = [
+        step_of(peer, number, chunk, tensors, sending, device)
+        for peer, cut in chunks.items()
+        for number, chunk in enumerate(cut, 1)
+    ]
     packed = [step for step in steps if step.needs_bucket]
     size = -(-max((step.nbytes for step in packed), default=0) // ALIGNMENT) * ALIGNMENT
     buckets = torch.empty(min(depth, len(packed)), size, dtype=torch.uint8, device=device.device)

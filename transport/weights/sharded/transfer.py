@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -24,10 +24,9 @@ from transport.weights.sharded.rendezvous import Meeting
 from transport.weights.sharded.staging import StagedSums
 
 DEPTH = 4
-"""Messages under way at once, at least."""
-GREETING_TAG, SUMS_TAG = 0, 1 << 30
-"""Of the first message to each peer, and of the last of a transfer: the checksums of all fragments,
-int64."""
+"""Messages under way at once."""
+SUMS_TAG = 1 << 30
+"""Of the last message of a transfer to each peer: the checksums of all fragments, int64."""
 NUMBERS_TAG = (1 << 30) + 2
 """Of what two ranks agree on before a transfer, int64."""
 LOOK_S = 2e-4
@@ -166,14 +165,12 @@ class GroupExchange:
         self,
         form: FormGroup,
         rank: int,
-        peers: Iterable[int],
         device: TransferDevice,
         connect_s: float,
         meeting: Meeting,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Meets the epoch's other ranks. `rank`: among them, source ranks first. `peers`: those it
-        exchanges with.
+        """Meets the epoch's other ranks. `rank`: among them, source ranks first.
 
         `device`: where weights lie, and messages if they carry them. `meeting`: where they find
         each other.
@@ -187,15 +184,7 @@ class GroupExchange:
         self._announces = form.backend in ONE_SIDED
         """Whether messages only say that bytes were written."""
         self._over = meeting.over
-        # One byte to each in the order of the ranks, which is the same for all: NCCL connects a
-        # pair at its first message and waits for it, and pairs that wait for each other in a circle
-        # would do so for ever.
-        greeting = torch.zeros(1, dtype=torch.uint8, device=self._messages)
-        exchange = self._group.send if rank < form.sources else self._group.receive
-        for peer in sorted(peers):
-            self._group.wait(
-                exchange(greeting, peer, GREETING_TAG), clock() + connect_s, clock, is_watched=False
-            )
+        self._group.meet(self._messages, clock() + connect_s, clock)
 
     def abort(self) -> None:
         """End what runs, from another thread."""

@@ -310,12 +310,10 @@ class Sending:
     def __init__(self, writer: ShardedWriter, form: FormGroup, meeting: Meeting) -> None:
         theirs = Layout.from_plain(form.layout)
         plan = reshard(writer.layout, theirs)
-        cuts = [
-            chunks_between(plan, writer.rank, to, form.bucket_bytes) for to in range(form.ranks)
-        ]
-        self._chunks = {form.sources + to: cut for to, cut in enumerate(cuts) if cut}
-        self._depth = max(DEPTH, len(self._chunks))
-        self._first = form.sources + writer.rank % form.ranks
+        self._chunks = {
+            form.sources + to: chunks_between(plan, writer.rank, to, form.bucket_bytes)
+            for to in plan.receivers(writer.rank)
+        }
         self._writer, self._staging, self._group = writer, writer._staging, form.group
         self._device = writer._device.another()
         self._sources, self._ranks = form.sources, form.ranks
@@ -325,7 +323,6 @@ class Sending:
             self._exchange = GroupExchange(
                 form,
                 writer.rank,
-                self._chunks,
                 self._device,
                 writer._deadlines.form_s,
                 meeting,
@@ -338,8 +335,7 @@ class Sending:
                     {peer: theirs.flat(peer - form.sources) for peer in self._chunks},
                     memory,
                     self._device,
-                    first=self._first,
-                    threads=writer._threads,
+                    writer._threads,
                 )
 
     def prepare(self) -> None:
@@ -360,7 +356,7 @@ class Sending:
         else:
             whole = steps = recent(self._steps, key, lambda: self._compiled(tensors))
             messages = self._agreed(version, steps, deadline)
-        depth = len(messages) if self._deposits else self._depth
+        depth = len(messages) if self._deposits else DEPTH
         outcome = self._exchange.send(messages, self._staging.sums(version), depth, deadline)
         sent = [0] * self._ranks
         for message in messages:
@@ -391,7 +387,6 @@ class Sending:
             self._chunks,
             tensors,
             sending=True,
-            depth=self._depth,
+            depth=DEPTH,
             device=self._device,
-            first=self._first,
         )
