@@ -72,7 +72,7 @@ def box(destination: torch.Tensor, source: torch.Tensor) -> Box | None:
     if len(axes) != 2 or axes[1][1:] != (1, 1):
         return None
     (rows, to_stride, from_stride), (items, _, _) = axes
-    made = Box(
+    words = Box(
         destination.data_ptr(),
         source.data_ptr(),
         rows,
@@ -83,11 +83,11 @@ def box(destination: torch.Tensor, source: torch.Tensor) -> Box | None:
     )
     if on_gpu:
         # words of 8 bytes, of which a cast reads 16
-        there, here = (made.to, made.row, made.to_stride), (made.source, made.from_stride)
-        read = 16 if cast else 8
-        is_odd = any(n % 8 for n in there) or any(n % read for n in here)
-        return None if is_odd else made
-    return None if rows > 1 and made.row < SHORTEST_ROW else made
+        written, read = (words.to, words.row, words.to_stride), (words.source, words.from_stride)
+        word_bytes = 16 if cast else 8
+        is_odd = any(n % 8 for n in written) or any(n % word_bytes for n in read)
+        return None if is_odd else words
+    return None if rows > 1 and words.row < SHORTEST_ROW else words
 
 
 def merged(

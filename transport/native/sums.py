@@ -65,9 +65,9 @@ def pairs(buffer: torch.Tensor, offsets: Ints, sizes: Ints) -> Pairs:
         for row, part in zip(sums, parts, strict=True):
             row[:] = _by_numpy(part.numpy())
     elif parts:
-        there = torch.zeros((len(parts), 2), dtype=torch.int64, device=buffer.device)
-        RangeSums(parts).ask(there)
-        sums[:] = on_host(there)
+        on_device = torch.zeros((len(parts), 2), dtype=torch.int64, device=buffer.device)
+        RangeSums(parts).ask(on_device)
+        sums[:] = on_host(on_device)
     return sums
 
 

@@ -146,8 +146,8 @@ def changes(
             delta = encode_delta(
                 before, now, link_bytes_per_s, base=version, scan_bytes_per_s=SCAN_BYTES_PER_S
             )
-            known = step.known(staged.rows) if staged else None
-            sums = staged.values[known] if staged and known is not None else sums
+            staged_rows = step.known(staged.rows) if staged else None
+            sums = staged.values[staged_rows] if staged and staged_rows is not None else sums
         messages.append(step if delta is None else DeltaMessage(step, delta, sums))
     return messages
 

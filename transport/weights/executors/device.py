@@ -116,8 +116,8 @@ class CudaDevice(TransferDevice):
         """A copy in pinned memory; what lies in main memory stays there."""
         if tensor.device.type == "cpu":
             return tensor
-        here = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
-        return here.copy_(tensor, non_blocking=True)
+        pinned = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+        return pinned.copy_(tensor, non_blocking=True)
 
 
 def transfer_device(device: str | torch.device | TransferDevice) -> TransferDevice:

@@ -90,9 +90,9 @@ def _coloured(shape: tuple[int, ...], edges: Sequence[tuple[int, int]]) -> Ints:
     for source, destination in edges:
         common = free[0][source] & free[1][destination]
         if not common:
-            wanted, other = (_lowest(free[0][source]), _lowest(free[1][destination]))
-            _exchange(partner, free, destination, wanted, other)
-            common = 1 << wanted
+            first, second = _lowest(free[0][source]), _lowest(free[1][destination])
+            _exchange(partner, free, destination, first, second)
+            common = 1 << first
         colour = _lowest(common)
         partner[0][source][colour], partner[1][destination][colour] = destination, source
         free[0][source] &= ~(1 << colour)
@@ -108,23 +108,23 @@ def _exchange(
     partner: tuple[list[list[int]], ...],
     free: tuple[list[int], ...],
     destination: int,
-    wanted: int,
-    other: int,
+    first: int,
+    second: int,
 ) -> None:
-    """Free a colour at a destination, where `other` is free: the two change places along the path
-    of edges of these colours that begins there.
+    """Free the first colour at a destination, where the second one is free: the two change places
+    along the path of edges of these colours that begins there.
     """
-    side, at, colour = 1, destination, wanted
+    side, at, colour = 1, destination, first
     path: list[tuple[int, int, int]] = []
     while (to := partner[side][at][colour]) >= 0:
         path.append((at, to, colour) if side == 0 else (to, at, colour))
-        side, at, colour = 1 - side, to, wanted + other - colour
+        side, at, colour = 1 - side, to, first + second - colour
     for source, target, old in path:
         partner[0][source][old] = partner[1][target][old] = -1
         free[0][source] |= 1 << old
         free[1][target] |= 1 << old
     for source, target, old in path:
-        new = wanted + other - old
+        new = first + second - old
         partner[0][source][new], partner[1][target][new] = target, source
         free[0][source] &= ~(1 << new)
         free[1][target] &= ~(1 << new)

@@ -102,9 +102,9 @@ class Snapshots:
             if self._room == len(self._views):
                 self._add(self._flat)
             sources = [tensors[name].detach()[box] for name, box in self._parts]
-            made = self._device.mark()
+            published = self._device.mark()
             with buffers.copying(self._threads), self._device.beside():
-                self._device.after(made)
+                self._device.after(published)
                 self._device.uses(sources)
                 sums = self._copiers[self._room].start(sources)
                 self._marks[self._room] = self._copied = self._device.mark()

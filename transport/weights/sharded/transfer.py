@@ -262,11 +262,11 @@ class GroupExchange:
             step.pack(sums[own])
             if not late:
                 works.append(self._group.send(step.data, step.peer, step.tag))
-            known = step.known(staged.rows) if staged else None
-            if known is None:
+            staged_rows = step.known(staged.rows) if staged else None
+            if staged_rows is None:
                 step.sum(sums[own])
             else:
-                at += known
+                at += staged_rows
                 into += range(own.start, own.stop)
         if staged and at:
             sums[into] = staged.values[at]

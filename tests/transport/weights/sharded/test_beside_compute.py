@@ -56,8 +56,8 @@ class Edge:
     """
 
     def __init__(self, backend, folder, monkeypatch, hold):
-        link = VirtualLink(NVLINK_BYTES_PER_S / SCALE)
-        monkeypatch.setattr(transfer, "ProcessGroup", link)
+        self.link = VirtualLink(NVLINK_BYTES_PER_S / SCALE)
+        monkeypatch.setattr(transfer, "ProcessGroup", self.link)
         one_sided = backend == "cuda_ipc"
         # of what a kernel moves to another GPU half is written, by the link that senders share
         rate = 2 * NVLINK_BYTES_PER_S / TRAINERS if one_sided else HBM_BYTES_PER_S
@@ -112,6 +112,7 @@ class Edge:
             for name, held in SOURCE.tensors.items()
         }
         self.generator.begin()
+        self.link.free.clear()
         for rank, writer in enumerate(self.writers):
             own = shards(MASTERS, rank, made)
             self.gpus[rank].begin()
