@@ -12,12 +12,15 @@ long as the busiest GPU. Packing, casting and waiting for stragglers are not in 
 
 from __future__ import annotations
 
+import heapq
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
 from transport.weights.costs.amounts import amount
+from transport.weights.layout.matchings import in_turn, matchings, slowest
 from transport.weights.layout.shards import Ints
 
 KINDS = ("local", "within", "between")
@@ -113,21 +116,36 @@ def cost(pair_bytes: Ints, links: Interconnect) -> Cost:
     )
 
 
-def in_matchings(pair_bytes: Ints, table: Ints, links: Interconnect) -> float:
-    """Seconds until the last rank is through with its pairs, in the order of their matchings
-    (`matchings`): a pair begins when both ranks are done with their earlier ones.
+def in_rounds(pair_bytes: Ints, readers: int, links: Interconnect) -> tuple[int, float]:
+    """How many rounds each of `readers` alike goes through, and seconds until the last is through,
+    all at once: each destination rank goes through its senders in their order, and a source rank
+    serves one message after the other.
     """
-    speeds = _speeds(links)[_kinds(pair_bytes.shape, links)]
-    seconds = pair_bytes / speeds + -(-pair_bytes // links.bucket_bytes) * links.message_s
-    done = np.zeros(pair_bytes.shape[0]), np.zeros(pair_bytes.shape[1])
-    sources, destinations = np.nonzero(table >= 0)
-    order = np.argsort(table[sources, destinations], kind="stable")
-    sources, destinations = sources[order], destinations[order]
-    ends = np.cumsum(np.bincount(table[sources, destinations]))[:-1]
-    for at, to in zip(np.split(sources, ends), np.split(destinations, ends), strict=True):
-        over = np.maximum(done[0][at], done[1][to]) + seconds[at, to]
-        done[0][at], done[1][to] = over, over
-    return float(max(done[0].max(initial=0.0), done[1].max(initial=0.0)))
+    sources, destinations = pair_bytes.shape
+    width = destinations // readers
+    seconds = pair_bytes / _speeds(links)[_kinds(pair_bytes.shape, links)]
+    seconds += -(-pair_bytes // links.bucket_bytes) * links.message_s
+    rounds, free = 0, [0.0] * sources
+    queues: list[Iterator[int]] = []
+    table = block = np.zeros((0, 0), np.int64)
+    for reader in range(readers):
+        own = pair_bytes[:, reader * width : (reader + 1) * width]
+        if not np.array_equal(own, block):
+            table, block = matchings(own), own
+        places = in_turn(slowest(table, own), reader + 1)
+        rounds = max(rounds, len(places))
+        for column in table.T:
+            peers = np.flatnonzero(column >= 0)
+            queues.append(iter(peers[np.argsort(places[column[peers]])].tolist()))
+    ready = [(0.0, rank) for rank in range(width * readers)]
+    over = 0.0
+    while ready:
+        now, rank = heapq.heappop(ready)
+        if (source := next(queues[rank], None)) is not None:
+            free[source] = max(now, free[source]) + float(seconds[source, rank])
+            over = max(over, free[source])
+            heapq.heappush(ready, (free[source], rank))
+    return rounds, over
 
 
 def _kinds(shape: tuple[int, ...], links: Interconnect) -> Ints:

@@ -12,7 +12,7 @@ import numpy as np
 from transport.weights.costs.amounts import amount
 from transport.weights.costs.decoder import STYLES, Decoder
 from transport.weights.costs.explain import explain
-from transport.weights.costs.interconnect import Cost, Interconnect, cost, in_matchings
+from transport.weights.costs.interconnect import Cost, Interconnect, cost, in_rounds
 from transport.weights.encoding import SCALE, Encoding
 from transport.weights.errors import LayoutMismatch
 from transport.weights.layout.parallel_plan import mesh_layout
@@ -95,12 +95,12 @@ class OnPaper:
         return "\n".join(lines)
 
     def _rounds(self) -> str:
-        table = self.plan.matchings
-        seconds = in_matchings(self.plan.pair_bytes, table, self.links)
+        readers = self.readers.replicas
+        rounds, seconds = in_rounds(self.plan.pair_bytes, readers, self.links)
         return (
-            f"{int(table.max(initial=-1)) + 1:,} rounds, in each of which a rank has one peer at"
-            f" most: {seconds:.3g} s, {seconds / self.made.seconds:.2f} times the floor of"
-            f" {self.made.seconds:.3g} s"
+            f"{rounds:,} rounds of each reader, in each of which a rank has one peer at most;"
+            f" {readers:,} readers at once: {seconds:.3g} s, {seconds / self.made.seconds:.2f}"
+            f" times the floor of {self.made.seconds:.3g} s"
         )
 
     def _most(self, side: str, nbytes: Ints) -> str:

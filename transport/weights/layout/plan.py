@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from transport.weights.layout.flat import ITEM_BYTES
 from transport.weights.layout.layout import Layout, TensorLayout
-from transport.weights.layout.matchings import matchings
+from transport.weights.layout.matchings import in_turn, matchings, slowest
 from transport.weights.layout.shards import Ints, Shards
 
 Box = tuple[slice, ...]
@@ -204,15 +204,23 @@ class CopyPlan:
         """[source ranks, destination ranks]: in which matching each pair exchanges its bytes."""
         return matchings(self.pair_bytes)
 
-    def receivers(self, source_rank: int) -> list[int]:
+    def receivers(self, source_rank: int, turn: int = 0) -> list[int]:
         """To whom a source rank sends, in the order of the matchings; nobody, where it holds
-        nothing.
+        nothing. `turn`: as for `in_turn`, the same on all ranks.
         """
-        return _in_order(self.matchings[source_rank : source_rank + 1].ravel())
+        return self._in_order(self.matchings[source_rank : source_rank + 1].ravel(), turn)
 
-    def senders(self, destination_rank: int) -> list[int]:
-        """From whom a destination rank receives, in the order of the matchings."""
-        return _in_order(self.matchings[:, destination_rank : destination_rank + 1].ravel())
+    def senders(self, destination_rank: int, turn: int = 0) -> list[int]:
+        """From whom a destination rank receives, in the same order."""
+        return self._in_order(
+            self.matchings[:, destination_rank : destination_rank + 1].ravel(), turn
+        )
+
+    def _in_order(self, numbers: Ints, turn: int) -> list[int]:
+        places = in_turn(slowest(self.matchings, self.pair_bytes), turn)
+        peers = np.flatnonzero(numbers >= 0)
+        ordered: list[int] = peers[np.argsort(places[numbers[peers]])].tolist()
+        return ordered
 
     @functools.cached_property
     def _pairs(self) -> tuple[Ints, Ints]:
@@ -230,13 +238,6 @@ class CopyPlan:
                 )
                 copies += np.bincount(pair, minlength=len(copies)) * times
         return nbytes.reshape(sources, destinations), copies.reshape(sources, destinations)
-
-
-def _in_order(numbers: Ints) -> list[int]:
-    """Places of the numbers from 0 on, by number."""
-    peers = np.flatnonzero(numbers >= 0)
-    ordered: list[int] = peers[np.argsort(numbers[peers])].tolist()
-    return ordered
 
 
 def _boxes(shards: Shards, rows: Ints, low: Ints, high: Ints) -> list[Box]:

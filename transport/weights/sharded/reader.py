@@ -340,7 +340,7 @@ class Receiving:
         plan = reshard(Layout.from_plain(form.layout), reader.layout)
         self._chunks = {
             of: chunks_between(plan, of, reader.rank, form.bucket_bytes)
-            for of in plan.senders(reader.rank)
+            for of in plan.senders(reader.rank, form.epoch)
         }
         self._epoch = form.epoch
         self._buffers, self._lock = buffers, reader._control.changed

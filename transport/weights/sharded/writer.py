@@ -312,7 +312,7 @@ class Sending:
         plan = reshard(writer.layout, theirs)
         self._chunks = {
             form.sources + to: chunks_between(plan, writer.rank, to, form.bucket_bytes)
-            for to in plan.receivers(writer.rank)
+            for to in plan.receivers(writer.rank, form.epoch)
         }
         self._writer, self._staging, self._group = writer, writer._staging, form.group
         self._device = writer._device.another()

@@ -20,6 +20,7 @@ from transport.weights.sharded.steps import compiled
 from transport.weights.sharded.transfer import DEPTH, GroupExchange
 
 FOREVER = float("inf")
+EPOCH = 5
 
 
 class Work:
@@ -93,7 +94,7 @@ def transferred(source, destination, rank, bucket_bytes=64):
     """Rank `rank` of the group, source ranks first, does its part of a transfer."""
     plan, sends = reshard(source, destination), rank < source.ranks
     form = FormGroup(
-        epoch=1,
+        epoch=EPOCH,
         group="generator-0",
         ranks=destination.ranks,
         sources=source.ranks,
@@ -106,10 +107,12 @@ def transferred(source, destination, rank, bucket_bytes=64):
     if sends:
         chunks = {
             source.ranks + to: chunks_between(plan, own, to, bucket_bytes)
-            for to in plan.receivers(own)
+            for to in plan.receivers(own, form.epoch)
         }
     else:
-        chunks = {of: chunks_between(plan, of, own, bucket_bytes) for of in plan.senders(own)}
+        chunks = {
+            of: chunks_between(plan, of, own, bucket_bytes) for of in plan.senders(own, form.epoch)
+        }
     local = (source if sends else destination).local(own)
     tensors = {name: torch.zeros(shape) for name, (shape, _) in local.items()}
     device = TransferDevice()
@@ -129,7 +132,11 @@ def test_a_rank_of_512_to_512_has_one_communicator_and_few_messages_under_way(nc
     plan = reshard(source, generators)
     for rank in (0, 300, 511, 512, 777, 1023):
         peers = transferred(source, generators, rank)
-        own = [512 + to for to in plan.receivers(rank)] if rank < 512 else plan.senders(rank - 512)
+        own = (
+            [512 + to for to in plan.receivers(rank, EPOCH)]
+            if rank < 512
+            else plan.senders(rank - 512, EPOCH)
+        )
         assert len(own) == 512
         assert list(dict.fromkeys(peers)) == own, "peer by peer, in the order of the matchings"
         assert nccl[rank].communicators == ["group"]
