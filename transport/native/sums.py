@@ -14,6 +14,7 @@ import functools
 import importlib.util
 import os
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -46,11 +47,6 @@ def pairs(buffer: torch.Tensor, offsets: Ints, sizes: Ints) -> Pairs:
     """s1 and s2 of those ranges, uint64[ranges, 2]."""
     begins, lengths = np.asarray(offsets, np.int64), np.asarray(sizes, np.int64)
     sums = np.empty((len(begins), 2), np.uint64)
-    if by_triton(buffer.device) and not ((begins + buffer.data_ptr()) % 8).any():
-        from transport.native.triton_words import word_plan
-
-        plan = word_plan(tuple(lengths.tolist()), buffer.device)
-        return plan.sums((begins + buffer.data_ptr()).tolist())
     kernels = library()
     if buffer.device.type == "cpu" and kernels is not None:
         kernels.dataflow_sums(
@@ -69,8 +65,46 @@ def pairs(buffer: torch.Tensor, offsets: Ints, sizes: Ints) -> Pairs:
         for row, part in zip(sums, parts, strict=True):
             row[:] = _by_numpy(part.numpy())
     elif parts:
-        sums[:] = torch.stack([_by_torch(part) for part in parts]).cpu().numpy().view(np.uint64)
+        on_device = torch.zeros((len(parts), 2), dtype=torch.int64, device=buffer.device)
+        RangeSums(parts).ask(on_device)
+        sums[:] = on_host(on_device)
     return sums
+
+
+class RangeSums:
+    """The sums of dense ranges on another device than the processor, as often as asked for; nothing
+    waits for it.
+    """
+
+    def __init__(self, parts: Sequence[torch.Tensor], rows: Sequence[int] | None = None) -> None:
+        """`parts`: uint8[n] each. `rows`: of the sums, one for each part; None: in their order."""
+        self._by_torch: list[tuple[int, torch.Tensor]] = []
+        boxes: list[tuple[int, ...]] = []
+        summed: list[int] = []
+        for row, part in zip(range(len(parts)) if rows is None else rows, parts, strict=True):
+            if by_triton(part.device) and part.data_ptr() % 8 == 0:
+                boxes.append((0, part.data_ptr(), 1, part.numel(), 0, 0, 0))
+                summed.append(row)
+            else:
+                self._by_torch.append((row, part))
+        self._words: Any = None
+        if boxes:
+            from transport.native.triton_words import WordMoves
+
+            self._words = WordMoves(boxes, summed, parts[0].device, copies=False)
+
+    def ask(self, sums: torch.Tensor) -> None:
+        """Add s1 and s2 of each part to its row of `sums`, int64[n, 2] on their device."""
+        if self._words is not None:
+            self._words.ask(sums)
+        for row, part in self._by_torch:
+            sums[row] += by_torch(part)
+
+
+def on_host(sums: torch.Tensor) -> Pairs:
+    """s1 and s2, int64[n, 2] on any device, as numbers here. Waits for the device."""
+    numbers: Pairs = sums.cpu().numpy().view(np.uint64)
+    return numbers
 
 
 @functools.cache
@@ -83,6 +117,14 @@ def folded(pairs: Pairs) -> Pairs:
     """The checksum of each row of s1 and s2, uint64[n]."""
     s1, s2 = pairs[:, 0], pairs[:, 1]
     return s1 + (s2 << np.uint64(32) | s2 >> np.uint64(32))
+
+
+def folded_there(sums: torch.Tensor) -> torch.Tensor:
+    """The checksum of each row of s1 and s2, int64[n, 2], on their device: int64[n], the same
+    bits.
+    """
+    s1, s2 = sums.unbind(1)
+    return s1 + (s2 << 32 | s2 >> 32 & 0xFFFFFFFF)
 
 
 def joined(first: Pairs, second: Pairs, words: int) -> Pairs:
@@ -117,8 +159,8 @@ def _by_numpy(data: NDArray[np.uint8]) -> Pairs:
     return total
 
 
-def _by_torch(data: torch.Tensor) -> torch.Tensor:
-    """s1 and s2 on the data's device, int64[2]: sums there wrap as the checksum's do."""
+def by_torch(data: torch.Tensor) -> torch.Tensor:
+    """s1 and s2 of uint8[n] on its device, int64[2]: sums there wrap as the checksum's do."""
     whole = data.numel() // 8 * 8
     tail = torch.zeros(8, dtype=torch.uint8, device=data.device)
     tail[: data.numel() - whole] = data[whole:]

@@ -1,5 +1,5 @@
-"""Sums of words, and copies that sum what they move, on a GPU: one launch for all tensors, each
-byte read once.
+"""Copies, casts and sums of words on a GPU: one launch for all tensors, each byte read once, and
+nothing waited for.
 
 The checksum is that of `transport.native.sums`. Triton is imported here, and this only where there
 is a GPU.
@@ -9,7 +9,6 @@ is a GPU.
 # mypy: disable-error-code="import-not-found, unused-ignore"
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 
 import numpy as np
@@ -25,15 +24,26 @@ BLOCK_WORDS = 2048
 """Of them at once: 8 for each of 256 threads."""
 
 
-class WordPlan:
-    """Ranges of memory on one GPU, cut into chunks. Made once for a layout; the ranges may lie
-    elsewhere each time.
+class WordMoves:
+    """Boxes of memory on one GPU, cut into chunks. Made once for their places; asked for as often
+    as there are versions.
     """
 
-    def __init__(self, sizes: Sequence[int], device: torch.device) -> None:
-        """`sizes`: bytes of each range."""
-        nbytes = np.asarray(sizes, np.int64)
+    def __init__(
+        self,
+        boxes: Sequence[Sequence[int]] | NDArray[np.int64],
+        rows: Sequence[int],
+        device: torch.device,
+        *,
+        copies: bool,
+    ) -> None:
+        """`boxes`: `copier.Box`es; those that are copied are of whole words at multiples of 8
+        bytes, those that are summed alone are dense. `rows`: of the sums, one for each box.
+        """
+        table = np.asarray(boxes, np.int64).reshape(len(boxes), 7)
+        nbytes = table[:, 2] * table[:, 3]
         words = -(-nbytes // 8)
+        assert (words < 1 << 31).all(), "the kernel counts words in 32 bits"
         chunks = -(-words // CHUNK_WORDS)
         owner = np.repeat(np.arange(len(words)), chunks)
         first = CHUNK_WORDS * (
@@ -42,85 +52,89 @@ class WordPlan:
         count = np.minimum(words[owner] - first, CHUNK_WORDS)
         spare = np.where(first + count == words[owner], 8 * words[owner] - nbytes[owner], 0)
         keep = np.where(spare == 0, -1, (1 << (64 - 8 * np.maximum(spare, 1))) - 1)
-        table = np.stack([owner, first, count, keep]).astype(np.int64)
-        self._table = torch.from_numpy(table).to(device)
-        self._ranges = len(words)
+        row_words = np.where(table[:, 2] == 1, words, table[:, 3] // 8)
+        table[:, 3], table[:, 2] = np.maximum(row_words, 1), np.asarray(rows, np.int64)
+        self._boxes = torch.from_numpy(table).to(device)
+        self._chunks = torch.from_numpy(np.stack([owner, first, count, keep], axis=1)).to(device)
+        self._copies = copies
 
-    def sums(self, addresses: Sequence[int]) -> NDArray[np.uint64]:
-        """s1 and s2 of the ranges at these addresses (multiples of 8, readable up to the next one):
-        uint64[ranges, 2].
-
-        Waits for the device.
+    def ask(self, sums: torch.Tensor) -> None:
+        """Copy all boxes; s1 and s2 of each are added to its row of `sums`, int64[n, 2] on the
+        GPU. Goes on the current stream and is not waited for.
         """
-        return self._run(addresses, addresses, copies=False)
-
-    def copy(self, destinations: Sequence[int], sources: Sequence[int]) -> NDArray[np.uint64]:
-        """Copy each range, of whole words, from one address to another; its s1 and s2:
-        uint64[ranges, 2].
-
-        Waits for the device.
-        """
-        return self._run(destinations, sources, copies=True)
-
-    def _run(
-        self, destinations: Sequence[int], sources: Sequence[int], copies: bool
-    ) -> NDArray[np.uint64]:
-        owner, first, count, keep = self._table
-        programs, device = owner.numel(), self._table.device
-        totals = torch.zeros((self._ranges, 2), dtype=torch.int64, device=device)
-        if programs:
-            places = torch.tensor([list(destinations), list(sources)], dtype=torch.int64).to(device)
-            parts = torch.empty((programs, 2), dtype=torch.int64, device=device)
-            arguments = (places[0], places[1], owner, first, count, keep, parts)
-            with torch.cuda.device_of(parts):
-                _move[(programs,)](*arguments, copies=copies, block=BLOCK_WORDS, num_warps=8)
-            totals.index_add_(0, owner, parts)
-        pairs: NDArray[np.uint64] = totals.cpu().numpy().view(np.uint64)
-        return pairs
-
-
-@functools.lru_cache(maxsize=8)
-def word_plan(sizes: tuple[int, ...], device: torch.device) -> WordPlan:
-    """The plan of ranges of these sizes in bytes, made once."""
-    return WordPlan(sizes, device)
+        if programs := len(self._chunks):
+            with torch.cuda.device_of(sums):
+                _move[(programs,)](
+                    self._boxes,
+                    self._chunks,
+                    sums,
+                    copies=self._copies,
+                    block=BLOCK_WORDS,
+                    num_warps=8,
+                )
 
 
 @triton.jit
 def _move(
-    destinations,
-    sources,
-    owners,
-    firsts,
-    counts,
-    keeps,
-    parts,
+    boxes,
+    chunks,
+    sums,
     copies: tl.constexpr,
     block: tl.constexpr,
 ):
-    """One chunk: its words, and their sums, for which of the last word some bits count; a copy is
-    of whole words.
+    """One chunk of a box: its words, cast from float32 where the box says so, and their sums, for
+    which of the last word some bits count.
     """
-    program = tl.program_id(0)
-    owner, first = tl.load(owners + program), tl.load(firsts + program)
-    count, keep = tl.load(counts + program).to(tl.int32), tl.load(keeps + program)
-    source = tl.load(sources + owner).to(tl.pointer_type(tl.int64)) + first
-    destination = tl.load(destinations + owner).to(tl.pointer_type(tl.int64)) + first
+    chunk = chunks + 4 * tl.program_id(0)
+    box = boxes + 7 * tl.load(chunk)
+    first, count = tl.load(chunk + 1).to(tl.int32), tl.load(chunk + 2).to(tl.int32)
+    keep = tl.load(chunk + 3)
+    to = tl.load(box).to(tl.pointer_type(tl.int64))
+    source = tl.load(box + 1)
+    words = source.to(tl.pointer_type(tl.int64))
+    floats = tl.multiple_of(source.to(tl.pointer_type(tl.float32)), 16)
+    out, row_words = tl.load(box + 2), tl.load(box + 3).to(tl.int32)
+    to_stride, from_stride, cast = tl.load(box + 4), tl.load(box + 5), tl.load(box + 6)
     lanes = tl.arange(0, block)
+    quarters = tl.arange(0, 4)
     lane_words = tl.zeros([block], tl.int64)
-    sums = tl.zeros([block], tl.int64)
+    totals = tl.zeros([block], tl.int64)
+    last = tl.zeros([block], tl.int64)
     for step in range(0, count, block):
         index = step + lanes
-        word = tl.load(source + index, mask=index < count, other=0)
+        inside = index < count
+        row = (first + index) // row_words
+        column = ((first + index) - row * row_words).to(tl.int64)
+        row = row.to(tl.int64)
+        if cast == 0:
+            word = tl.load(words + row * (from_stride // 8) + column, mask=inside, other=0)
+        else:
+            # fours of numbers lie at multiples of 16 bytes
+            four = 4 * (row * (from_stride // 16) + column)
+            numbers = tl.load(
+                floats + (four[:, None] + quarters[None, :]), mask=inside[:, None], other=0.0
+            )
+            if cast == 1:
+                whole = numbers.to(tl.int32, bitcast=True)
+                rounded = (whole + 0x7FFF + ((whole >> 16) & 1)) >> 16
+                no_number = (whole & 0x7FFFFFFF) > 0x7F800000
+                bits = tl.where(no_number, (whole >> 16) | 0x40, rounded)
+            else:
+                bits = numbers.to(tl.float16).to(tl.int16, bitcast=True).to(tl.int32)
+            wide = (bits.to(tl.int64) & 0xFFFF) << (16 * quarters).to(tl.int64)[None, :]
+            word = tl.sum(wide, 1)
         if copies:
-            tl.store(destination + index, word, mask=index < count)
+            tl.store(to + row * (to_stride // 8) + column, word, mask=inside)
         lane_words += word
-        sums += lane_words
-    # Of T trips, `sums` holds the word of trip t (T - t) times: no product for each word.
+        totals += lane_words
+        last += tl.where(index == count - 1, word, 0)
+    # Of T trips, `totals` holds the word of trip t (T - t) times: no product for each word.
     places = first + 1 + lanes + block * tl.cdiv(count, block).to(tl.int64)
-    last = tl.load(source + count - 1)
-    spare = (last & keep) - last
-    tl.store(parts + 2 * program, tl.sum(lane_words) + spare)
-    tl.store(
-        parts + 2 * program + 1,
-        tl.sum(lane_words * places - sums * block) + spare * (first + count),
+    end = tl.sum(last)
+    spare = (end & keep) - end
+    tl.atomic_add(sums + 2 * out, tl.sum(lane_words) + spare, sem="relaxed")
+    tl.atomic_add(
+        sums + 2 * out + 1,
+        tl.sum(lane_words * places - totals * block) + spare * (first + count),
+        sem="relaxed",
     )

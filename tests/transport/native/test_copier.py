@@ -88,7 +88,7 @@ def contents(tensor: torch.Tensor) -> bytes:
 def test_every_way_to_sum_gives_what_the_definition_says(size, skip, seed):
     data = noise(size + skip, seed)[skip:]
     found = {wordsum(data), *sums.folded(sums._by_numpy(data.numpy())[None]).tolist()}
-    found |= set(sums.folded(sums._by_torch(data).numpy().view(np.uint64)[None]).tolist())
+    found |= set(sums.folded(sums.by_torch(data).numpy().view(np.uint64)[None]).tolist())
     assert found == {oracle(data.numpy().tobytes())}
 
 

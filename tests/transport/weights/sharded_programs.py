@@ -52,13 +52,13 @@ def serve_and_stop_in_the_middle(
     received = []
 
     def stopping(
-        unpack: Callable[[ChunkMessage | DepositedChunk], list[int]],
-    ) -> Callable[[ChunkMessage | DepositedChunk], list[int]]:
-        def stop(step: ChunkMessage | DepositedChunk) -> list[int]:
+        unpack: Callable[[ChunkMessage | DepositedChunk, torch.Tensor], bool],
+    ) -> Callable[[ChunkMessage | DepositedChunk, torch.Tensor], bool]:
+        def stop(step: ChunkMessage | DepositedChunk, sums: torch.Tensor) -> bool:
             received.append(step)
             if len(received) == 12 // layout.ranks:
                 os.kill(os.getpid(), how)
-            return unpack(step)
+            return unpack(step, sums)
 
         return stop
 
@@ -84,14 +84,14 @@ def train(
 
 def train_and_stop_in_the_middle(address: str) -> None:
     """A trainer that is killed half way through sending version 2."""
-    pack: Callable[[ChunkMessage], list[int] | None] = ChunkMessage.pack
+    pack: Callable[[ChunkMessage, torch.Tensor], None] = ChunkMessage.pack
     sent = []
 
-    def stopping(step: ChunkMessage) -> list[int] | None:
+    def stopping(step: ChunkMessage, sums: torch.Tensor) -> None:
         sent.append(step)
         if len(sent) == 12:
             os.kill(os.getpid(), signal.SIGKILL)
-        return pack(step)
+        pack(step, sums)
 
     ChunkMessage.pack = stopping
     train(address, WHOLE, 0, 2, 1.5)
@@ -101,10 +101,10 @@ def put_and_stop_in_a_chunk(address: str, rank: int | None, woken: Path) -> None
     """A trainer's rank, or its only one, that stops in a chunk of version 2; awake, it writes
     nonsense.
     """
-    pack: Callable[[Deposit], list[int]] = Deposit.pack
+    pack: Callable[[Deposit, torch.Tensor], None] = Deposit.pack
     written = []
 
-    def stopping(step: Deposit) -> list[int]:
+    def stopping(step: Deposit, sums: torch.Tensor) -> None:
         written.append(step)
         if len(written) == (6 if rank is not None else 12):
             half = len(step._copier._destinations) // 2
@@ -117,7 +117,7 @@ def put_and_stop_in_a_chunk(address: str, rank: int | None, woken: Path) -> None
             for there in step._copier._destinations:
                 there.fill_(77)
             woken.touch()
-        return pack(step)
+        pack(step, sums)
 
     Deposit.pack = stopping
     torch.set_num_threads(1)

@@ -172,10 +172,10 @@ def refuses_damaged(trainer: Trainer, group: Group, monkeypatch, kind: type, dam
     until(lambda: group.versions == {1}, group)
     unpack, damages = kind.unpack, iter([True])
 
-    def damaged(step):
+    def damaged(step, sums):
         if next(damages, False):
             damage(step)
-        return unpack(step)
+        return unpack(step, sums)
 
     monkeypatch.setattr(kind, "unpack", damaged)
     trainer.publish(2)

@@ -12,11 +12,15 @@ long as the busiest GPU. Packing, casting and waiting for stragglers are not in 
 
 from __future__ import annotations
 
+import heapq
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 
 from transport.weights.costs.amounts import amount
+from transport.weights.layout.matchings import in_turn, matchings, slowest
 from transport.weights.layout.shards import Ints
 
 KINDS = ("local", "within", "between")
@@ -83,10 +87,7 @@ def cost(pair_bytes: Ints, links: Interconnect) -> Cost:
     """The model's cost of moving `pair_bytes` [source ranks, destination ranks] over these
     links.
     """
-    source = np.arange(pair_bytes.shape[0])[:, None]
-    destination = links.destinations_from(len(source)) + np.arange(pair_bytes.shape[1])[None, :]
-    near = source // links.gpus_per_node == destination // links.gpus_per_node
-    kind = np.where(source == destination, 0, np.where(near, 1, 2))
+    kind = _kinds(pair_bytes.shape, links)
     by_kind = np.stack(
         [np.where(kind == number, pair_bytes, 0) for number in range(len(KINDS))], axis=2
     )
@@ -95,9 +96,7 @@ def cost(pair_bytes: Ints, links: Interconnect) -> Cost:
         ("source", "sends", by_kind.sum(axis=1), messages.sum(axis=1)),
         ("destination", "receives", by_kind.sum(axis=0), messages.sum(axis=0)),
     ]
-    speeds = np.array(
-        [links.local_bytes_per_s, links.within_bytes_per_s, links.between_bytes_per_s]
-    )
+    speeds = _speeds(links)
     seconds, busiest = 0.0, "nothing is sent"
     for side, does, nbytes, count in sides:
         busy = (nbytes / speeds).max(axis=1) + count * links.message_s
@@ -115,6 +114,51 @@ def cost(pair_bytes: Ints, links: Interconnect) -> Cost:
         source_messages=sides[0][3],
         destination_messages=sides[1][3],
     )
+
+
+def in_rounds(pair_bytes: Ints, readers: int, links: Interconnect) -> tuple[int, float]:
+    """How many rounds each of `readers` alike goes through, and seconds until the last is through,
+    all at once: each destination rank goes through its senders in their order, and a source rank
+    serves one message after the other.
+    """
+    sources, destinations = pair_bytes.shape
+    width = destinations // readers
+    seconds = pair_bytes / _speeds(links)[_kinds(pair_bytes.shape, links)]
+    seconds += -(-pair_bytes // links.bucket_bytes) * links.message_s
+    rounds, free = 0, [0.0] * sources
+    queues: list[Iterator[int]] = []
+    table = block = np.zeros((0, 0), np.int64)
+    for reader in range(readers):
+        own = pair_bytes[:, reader * width : (reader + 1) * width]
+        if not np.array_equal(own, block):
+            table, block = matchings(own), own
+        places = in_turn(slowest(table, own), reader + 1)
+        rounds = max(rounds, len(places))
+        for column in table.T:
+            peers = np.flatnonzero(column >= 0)
+            queues.append(iter(peers[np.argsort(places[column[peers]])].tolist()))
+    ready = [(0.0, rank) for rank in range(width * readers)]
+    over = 0.0
+    while ready:
+        now, rank = heapq.heappop(ready)
+        if (source := next(queues[rank], None)) is not None:
+            free[source] = max(now, free[source]) + float(seconds[source, rank])
+            over = max(over, free[source])
+            heapq.heappush(ready, (free[source], rank))
+    return rounds, over
+
+
+def _kinds(shape: tuple[int, ...], links: Interconnect) -> Ints:
+    """[source ranks, destination ranks]: over which of `KINDS` each pair goes."""
+    source = np.arange(shape[0])[:, None]
+    destination = links.destinations_from(len(source)) + np.arange(shape[1])[None, :]
+    near = source // links.gpus_per_node == destination // links.gpus_per_node
+    return np.where(source == destination, 0, np.where(near, 1, 2))
+
+
+def _speeds(links: Interconnect) -> npt.NDArray[np.float64]:
+    """Of `KINDS`, bytes per second."""
+    return np.array([links.local_bytes_per_s, links.within_bytes_per_s, links.between_bytes_per_s])
 
 
 @dataclass(frozen=True, kw_only=True)

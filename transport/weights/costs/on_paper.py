@@ -12,7 +12,7 @@ import numpy as np
 from transport.weights.costs.amounts import amount
 from transport.weights.costs.decoder import STYLES, Decoder
 from transport.weights.costs.explain import explain
-from transport.weights.costs.interconnect import Cost, Interconnect, cost
+from transport.weights.costs.interconnect import Cost, Interconnect, cost, in_rounds
 from transport.weights.encoding import SCALE, Encoding
 from transport.weights.errors import LayoutMismatch
 from transport.weights.layout.parallel_plan import mesh_layout
@@ -69,6 +69,7 @@ class OnPaper:
             f"{self.parameters / 1e9:.4g} billion parameters",
             explain(self.plan, self.links),
             "",
+            self._rounds(),
         ]
         lines += [
             self._most("source", self.made.source_bytes),
@@ -92,6 +93,15 @@ class OnPaper:
             )
             lines.append(f"  {label}: " + "  ".join(amount(n) if n else "." for n in row))
         return "\n".join(lines)
+
+    def _rounds(self) -> str:
+        readers = self.readers.replicas
+        rounds, seconds = in_rounds(self.plan.pair_bytes, readers, self.links)
+        return (
+            f"{rounds:,} rounds of each reader, in each of which a rank has one peer at most;"
+            f" {readers:,} readers at once: {seconds:.3g} s, {seconds / self.made.seconds:.2f}"
+            f" times the floor of {self.made.seconds:.3g} s"
+        )
 
     def _most(self, side: str, nbytes: Ints) -> str:
         rank = int(np.argmax(nbytes.sum(axis=1)))

@@ -18,7 +18,7 @@ from transport.weights.sharded.reader import Receiving, ShardedReader
 from transport.weights.sharded.receive_buffers import Buffer, ReceiveBuffers
 from transport.weights.sharded.rendezvous import Meeting
 from transport.weights.sharded.steps import ChunkMessage, recent
-from transport.weights.sharded.transfer import Outbound
+from transport.weights.sharded.transfer import DEPTH, Outbound
 from transport.weights.sharded.writer import Sending, ShardedWriter
 
 
@@ -118,7 +118,7 @@ class _ReceivingDeltas(Receiving):
         with self._lock:
             base = self._buffers.base(self._epoch) if self._usable else None
         messages = self._agreed(steps, base, deadline)
-        outcome = self._exchange.receive(self._exchange.expect(messages, self._depth), deadline)
+        outcome = self._exchange.receive(self._exchange.expect(messages, DEPTH), deadline)
         if outcome.state == DAMAGED and any(isinstance(message, Patch) for message in messages):
             self._usable = False
         return outcome

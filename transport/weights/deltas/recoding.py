@@ -14,9 +14,10 @@ import torch
 from transport.errors import MessageError
 from transport.weights.deltas.delta import Delta, apply_delta, encode_delta
 from transport.weights.errors import WeightError
+from transport.weights.executors.device import TransferDevice
 from transport.weights.layout.flat import ALIGNMENT
-from transport.weights.sharded.chunks import Chunk, Sums
-from transport.weights.sharded.staging import Tensors
+from transport.weights.sharded.chunks import Chunk, PlaceKey
+from transport.weights.sharded.staging import StagedSums, Tensors
 from transport.weights.sharded.steps import ChunkMessage, step_of
 from transport.weights.sharded.transfer import Outbound
 
@@ -39,7 +40,7 @@ class Gathered:
         tensors: Tensors,
         *,
         sending: bool,
-        device: torch.device,
+        device: TransferDevice,
     ) -> None:
         """`tensors`: the source's if `sending`, else the destination's. `device`: where messages
         lie.
@@ -56,38 +57,40 @@ class Gathered:
             -(-max((step.nbytes for step in self._steps.values()), default=0) // ALIGNMENT)
             * ALIGNMENT
         )
-        memory = torch.empty(size, dtype=torch.uint8, device=device)
+        memory = torch.empty(size, dtype=torch.uint8, device=device.device)
         for step in self._steps.values():
             step.use(memory, sending=True)
 
-    def message(self, peer: int, tag: int) -> tuple[torch.Tensor, list[int]]:
-        """uint8[nbytes], which the next call overwrites, and the checksum of each fragment."""
+    def message(self, peer: int, tag: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """uint8[nbytes], which the next call overwrites, and the checksum of each fragment,
+        int64[n, 2].
+        """
         step = self._steps[peer, tag]
         step.data.zero_()
-        return step.data, step.pack() or []
+        sums = torch.zeros((len(step.names), 2), dtype=torch.int64, device=step.data.device)
+        step.pack(sums)
+        return step.data, sums
 
 
 class DeltaMessage:
     """A message to one peer, as a delta."""
 
-    def __init__(self, step: ChunkMessage, delta: Delta, sums: list[int]) -> None:
-        """`step`: the message in full. `sums`: of its fragments."""
-        self.peer, self.tag = step.peer, step.tag
+    def __init__(self, step: ChunkMessage, delta: Delta, sums: torch.Tensor) -> None:
+        """`step`: the message in full. `sums`: of its fragments, int64[n, 2]."""
+        self.peer, self.tag, self.names = step.peer, step.tag, step.names
         self.data = delta.to_bytes()
         self.nbytes = len(self.data)
         self._sums = sums
 
-    def pack(self) -> list[int]:
-        """The checksum of each fragment: it is ready to be sent."""
-        return self._sums
+    def pack(self, sums: torch.Tensor) -> None:
+        """It is ready to be sent: add the checksums of the whole message's fragments."""
+        sums += self._sums
 
-    def known(self, sums: Sums) -> list[int]:
-        """Those that were made when it was gathered."""
-        return self._sums
+    def known(self, rows: Mapping[PlaceKey, int]) -> None:
+        """None: it has them."""
 
-    def sums(self) -> list[int]:
-        """Of the fragments of the whole message."""
-        return self._sums
+    def sum(self, sums: torch.Tensor) -> None:
+        """Nothing: `pack` adds them."""
 
 
 class Patch:
@@ -106,32 +109,32 @@ class Patch:
             self._data = torch.empty(self._nbytes, dtype=torch.uint8, device=self._step.data.device)
         return self._data
 
-    def unpack(self) -> list[int] | None:
-        """Put the message into its places; the checksum of each fragment, None where the delta is
-        damaged or unfit.
+    def unpack(self, sums: torch.Tensor) -> bool:
+        """Put the message into its places, and add the checksum of each fragment; False where the
+        delta is damaged or unfit.
         """
         message, _ = self._base.message(self.peer, self.tag)
         try:
             apply_delta(message, Delta.from_bytes(self.data))
         except (MessageError, WeightError):
-            return None
+            return False
         finally:
             self._data = None
         self._step.data.copy_(message)
-        return self._step.unpack()
+        return self._step.unpack(sums)
 
 
 def changes(
     steps: Sequence[ChunkMessage],
     current: Gathered,
     bases: Mapping[int, tuple[int, Gathered]],
-    known: Sums,
+    staged: StagedSums | None,
     link_bytes_per_s: float,
 ) -> list[ChunkMessage | DeltaMessage]:
     """What to send: of each message the delta from its peer's version, where that is cheaper, else
     itself.
 
-    `bases`: by peer, the version that it has. `known`: checksums of the current version.
+    `bases`: by peer, the version that it has. `staged`: checksums of the current version.
     """
     messages: list[ChunkMessage | DeltaMessage] = []
     for step in steps:
@@ -143,9 +146,9 @@ def changes(
             delta = encode_delta(
                 before, now, link_bytes_per_s, base=version, scan_bytes_per_s=SCAN_BYTES_PER_S
             )
-        messages.append(
-            step if delta is None else DeltaMessage(step, delta, step.known(known) or sums)
-        )
+            staged_rows = step.known(staged.rows) if staged else None
+            sums = staged.values[staged_rows] if staged and staged_rows is not None else sums
+        messages.append(step if delta is None else DeltaMessage(step, delta, sums))
     return messages
 
 

@@ -75,9 +75,10 @@ class CudaMemory:
         gpu = self._driver.uuid(self._ordinal)
         return {"gpu": gpu, "handle": handle, "nbytes": len(buffer), "process": os.getpid()}
 
-    def open(self, handle: Handle) -> torch.Tensor:
+    def open(self, handle: Handle, *, to_write: bool = False) -> torch.Tensor:
         """A buffer of another process, on the GPU where it lies. Copies between peers go through
-        torch.
+        torch. `to_write`: from this memory's own GPU, as if it lay there: this process has no
+        context on the other, which would take memory there and turns with what computes.
         """
         visible = self._driver.uuids()
         if handle["gpu"] not in visible:
@@ -92,7 +93,7 @@ class CudaMemory:
                 "a process cannot open its own CUDA memory; found writer and reader in one; give"
                 " both a Hub"
             )
-        ordinal = visible.index(handle["gpu"])
+        ordinal = self._ordinal if to_write else visible.index(handle["gpu"])
         try:
             pointer = self._driver.open(ordinal, handle["handle"])
         except DriverError as error:
@@ -101,7 +102,10 @@ class CudaMemory:
                 " both processes must be of one user and see each other (containers: one IPC and"
                 " PID namespace), without MIG between them"
             ) from None
-        return self._tensor(_Block(pointer, handle["nbytes"], self._driver.close, ordinal), ordinal)
+        block = _Block(pointer, handle["nbytes"], self._driver.close, ordinal)
+        if to_write:
+            return tensor_at(pointer, handle["nbytes"], torch.device("cuda", ordinal), block)
+        return self._tensor(block, ordinal)
 
     def written(self, buffer: torch.Tensor) -> None:
         """Wait for the thread's stream: copies from other devices end on it too."""
@@ -132,6 +136,20 @@ class CudaMemory:
                 " elsewhere; this release of torch numbers devices otherwise than the driver does"
             )
         return tensor
+
+
+def tensor_at(pointer: int, nbytes: int, device: torch.device, block: object) -> torch.Tensor:
+    """uint8[nbytes] at an address that the device can reach. `block` lives as long as a tensor of
+    it.
+    """
+    storage = torch._C._construct_storage_from_data_pointer(pointer, device, nbytes)
+    tensor = torch.empty(0, dtype=torch.uint8, device=device).set_(storage)
+    weakref.finalize(tensor.untyped_storage(), _forget, block).atexit = False
+    return tensor
+
+
+def _forget(block: object) -> None:
+    """The last reference to it goes."""
 
 
 def _quietly(give_back: Callable[[int, int], None], ordinal: int, pointer: int) -> None:

@@ -30,10 +30,11 @@ class DeviceMemory(Protocol):
     def export(self, buffer: torch.Tensor) -> Handle:
         """What `open` takes, in any process of this machine, while `buffer` lives."""
 
-    def open(self, handle: Handle) -> torch.Tensor:
+    def open(self, handle: Handle, *, to_write: bool = False) -> torch.Tensor:
         """The same bytes, uint8[nbytes], in this process. SegmentError when they cannot be had.
 
-        Every tensor made from them must be gone before the exporter lets go of its own.
+        Every tensor made from them must be gone before the exporter lets go of its own. `to_write`:
+        by kernels of this device, whose tensor it is to be, wherever the bytes lie.
         """
 
     def written(self, buffer: torch.Tensor) -> None:
@@ -111,7 +112,7 @@ class HostMemory:
         """The file's path."""
         return {"path": self._paths[buffer.data_ptr()], "nbytes": len(buffer)}
 
-    def open(self, handle: Handle) -> torch.Tensor:
+    def open(self, handle: Handle, *, to_write: bool = False) -> torch.Tensor:
         """The file's bytes."""
         try:
             return _mapped(Path(handle["path"]), os.O_RDWR, handle["nbytes"], lambda: None)

@@ -131,7 +131,7 @@ class PeerMemory:
             buffer = (
                 _mapped(file, handle["nbytes"])
                 if self._memory is None
-                else self._memory.open(handle["memory"])
+                else self._memory.open(handle["memory"], to_write=True)
             )
         except BaseException:
             os.close(file)

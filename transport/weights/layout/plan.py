@@ -14,6 +14,7 @@ import numpy.typing as npt
 
 from transport.weights.layout.flat import ITEM_BYTES
 from transport.weights.layout.layout import Layout, TensorLayout
+from transport.weights.layout.matchings import in_turn, matchings, slowest
 from transport.weights.layout.shards import Ints, Shards
 
 Box = tuple[slice, ...]
@@ -197,6 +198,29 @@ class CopyPlan:
     def nbytes(self) -> int:
         """Bytes on the way in all."""
         return int(self.pair_bytes.sum())
+
+    @functools.cached_property
+    def matchings(self) -> Ints:
+        """[source ranks, destination ranks]: in which matching each pair exchanges its bytes."""
+        return matchings(self.pair_bytes)
+
+    def receivers(self, source_rank: int, turn: int = 0) -> list[int]:
+        """To whom a source rank sends, in the order of the matchings; nobody, where it holds
+        nothing. `turn`: as for `in_turn`, the same on all ranks.
+        """
+        return self._in_order(self.matchings[source_rank : source_rank + 1].ravel(), turn)
+
+    def senders(self, destination_rank: int, turn: int = 0) -> list[int]:
+        """From whom a destination rank receives, in the same order."""
+        return self._in_order(
+            self.matchings[:, destination_rank : destination_rank + 1].ravel(), turn
+        )
+
+    def _in_order(self, numbers: Ints, turn: int) -> list[int]:
+        places = in_turn(slowest(self.matchings, self.pair_bytes), turn)
+        peers = np.flatnonzero(numbers >= 0)
+        ordered: list[int] = peers[np.argsort(places[numbers[peers]])].tolist()
+        return ordered
 
     @functools.cached_property
     def _pairs(self) -> tuple[Ints, Ints]:

@@ -5,7 +5,7 @@ ends, no torch.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import pairwise
 from math import prod
@@ -35,8 +35,8 @@ class Chunk:
     nbytes: int
 
 
-Sums = Mapping[tuple[str, tuple[int, ...]], int]
-"""Checksums of boxes of local tensors, by name and `place`."""
+PlaceKey = tuple[str, tuple[int, ...]]
+"""A box of a local tensor: its name and `place`."""
 
 
 def place(box: Box) -> tuple[int, ...]:

@@ -56,7 +56,7 @@ class ProcessGroup:
         backend = "gloo" if backend in ONE_SIDED else backend
         self.rank, self.size, self.backend = rank, size, backend
         self._store = meeting.rendezvous(backend, size, connect_s, clock)
-        """NCCL looks into it again at the first message to each peer."""
+        """NCCL looks into it again when ranks meet."""
         if backend == "gloo":
             self._group = _gloo(self._store, rank, size, meeting.host)
         else:
@@ -64,13 +64,33 @@ class ProcessGroup:
                 self._store, rank, size, meeting.host, datetime.timedelta(seconds=connect_s)
             )
 
+    def meet(self, device: torch.device, deadline: float, clock: Callable[[], float]) -> None:
+        """All ranks do this first: NCCL makes the group's one communicator at a first operation in
+        which all take part. RuntimeError or WaitTimeout when some do not.
+        """
+        if self.backend == "nccl":
+            work = self._group.allreduce([torch.zeros(1, device=device)])
+            self.wait(work, deadline, clock, is_watched=False)
+
     def send(self, tensor: torch.Tensor, peer: int, tag: int) -> Any:
-        """Begin to send a dense tensor, which must keep its bytes until `wait` returns."""
-        return self._group.send([tensor], peer, tag)
+        """Begin to send a dense tensor, which must keep its bytes until `wait` returns. Messages of
+        NCCL go in the order in which they are begun, whoever they are for.
+        """
+        return self._batched(lambda: self._group.send([tensor], peer, tag))
 
     def receive(self, tensor: torch.Tensor, peer: int, tag: int) -> Any:
         """Begin to receive into a dense tensor."""
-        return self._group.recv([tensor], peer, tag)
+        return self._batched(lambda: self._group.recv([tensor], peer, tag))
+
+    def _batched(self, begin: Callable[[], Any]) -> Any:
+        """A message by itself would have NCCL make a communicator for its pair of ranks; one of a
+        batch goes over the group's (as by torch's `batch_isend_irecv`).
+        """
+        if self.backend != "nccl":
+            return begin()
+        self._group._start_coalescing()
+        begin()
+        return self._group._end_coalescing()
 
     def wait(
         self, work: Any, deadline: float, clock: Callable[[], float], *, is_watched: bool
@@ -94,6 +114,15 @@ class ProcessGroup:
                 )
             time.sleep(0.0002)
         work.wait()
+
+    def order(self, work: Any, deadline: float, clock: Callable[[], float]) -> None:
+        """Have what this thread asks for from now on come behind it: on a GPU its current stream
+        waits, and the thread goes on; else as `wait`, watched.
+        """
+        if self.backend == "gloo":
+            self.wait(work, deadline, clock, is_watched=True)
+        else:
+            work.wait()
 
     def abort(self) -> None:
         """End all that is under way, here and at the other ranks. From any thread; returns within

@@ -16,16 +16,16 @@ import numpy as np
 import torch
 
 from transport.codec import Codec, Message
-from transport.native import Copier, Summer
 from transport.weights.errors import SegmentError
+from transport.weights.executors.device import TransferDevice
 from transport.weights.executors.device_memory import DeviceMemory, Handle
 from transport.weights.executors.peer_memory import PeerBuffer, PeerMemory
 from transport.weights.layout.flat import FlatLayout
 from transport.weights.memory import buffers
-from transport.weights.sharded.chunks import Chunk, Sums, place
+from transport.weights.sharded.chunks import Chunk, PlaceKey, place
 from transport.weights.sharded.receive_buffers import Buffer
 from transport.weights.sharded.staging import Tensors
-from transport.weights.sharded.steps import in_turns, recent
+from transport.weights.sharded.steps import recent
 from transport.weights.sharded.transfer import Arriving, GroupExchange, Hearing
 
 HANDLE_WORDS = 128
@@ -60,9 +60,17 @@ class Deposit:
     """A chunk that its sender writes into the receiver's buffer; the message announces it."""
 
     def __init__(
-        self, peer: int, tag: int, chunk: Chunk, ours: Tensors, theirs: Tensors, threads: int
+        self,
+        peer: int,
+        tag: int,
+        chunk: Chunk,
+        ours: Tensors,
+        theirs: Tensors,
+        device: TransferDevice,
+        threads: int,
     ) -> None:
         self.peer, self.tag = peer, tag
+        self.names = [part.copy.tensor for part in chunk.fragments]
         self.nbytes = sum(fragment.nbytes for fragment in chunk.fragments)
         self.data = torch.zeros(1, dtype=torch.uint8)
         parts = chunk.fragments
@@ -73,38 +81,38 @@ class Deposit:
         shaped = [
             source.view(target.shape) for source, target in zip(sources, targets, strict=True)
         ]
-        self._copier = Copier(targets, shaped, threads=threads)
+        self._copier = device.copier(targets, shaped, threads=threads)
 
-    def pack(self) -> list[int]:
-        """Write it; the checksum of each fragment."""
-        return self._copier.run()
+    def pack(self, sums: torch.Tensor) -> None:
+        """Write it, and add the checksum of each fragment."""
+        self._copier.start(sums=sums)
 
-    def known(self, sums: Sums) -> list[int] | None:
-        """The checksums made when the tensors were copied; None where they are not of these
-        fragments.
-        """
-        values = [sums.get(key, -1) for key in self._keys] if sums and self._same else [-1]
-        return None if -1 in values else values
+    def known(self, rows: Mapping[PlaceKey, int]) -> list[int] | None:
+        """As of `ChunkMessage`."""
+        at = [rows.get(key, -1) for key in self._keys] if self._same else [-1]
+        return None if -1 in at else at
 
-    def sums(self) -> list[int]:
-        """None: `pack` makes them."""
-        return []
+    def sum(self, sums: torch.Tensor) -> None:
+        """Nothing: `pack` adds them."""
 
 
 class DepositedChunk:
     """A chunk in this rank's buffer, announced by a message."""
 
-    def __init__(self, peer: int, tag: int, chunk: Chunk, ours: Tensors) -> None:
+    def __init__(
+        self, peer: int, tag: int, chunk: Chunk, ours: Tensors, device: TransferDevice
+    ) -> None:
         self.peer, self.tag = peer, tag
         self.data = torch.zeros(1, dtype=torch.uint8)
         self.names = [part.copy.tensor for part in chunk.fragments]
-        self._summer = Summer(
+        self._summer = device.summer(
             [ours[part.copy.destination_name][part.destination] for part in chunk.fragments]
         )
 
-    def unpack(self) -> list[int]:
-        """The checksum of each fragment as it lies there."""
-        return self._summer.run()
+    def unpack(self, sums: torch.Tensor) -> bool:
+        """Add the checksum of each fragment as it lies there; True."""
+        self._summer.start(sums)
+        return True
 
 
 class _Opened:
@@ -135,15 +143,14 @@ class Deposits:
         chunks: Mapping[int, Sequence[Chunk]],
         flats: Mapping[int, FlatLayout],
         memory: PeerMemory,
-        *,
-        first: int,
+        device: TransferDevice,
         threads: int,
     ) -> None:
-        """`chunks`, `flats`: what goes to each peer, and how its buffers are laid out. `first`:
-        whose turn is first.
+        """`chunks`, `flats`: what goes to each peer, in the order of the plan's matchings, and how
+        its buffers are laid out. `device`: where this rank's tensors lie.
         """
         self._exchange, self._chunks, self._flats, self._memory = exchange, chunks, flats, memory
-        self._first, self._threads = first, threads
+        self._device, self._threads = device, threads
         self._opened: dict[int, dict[bytes, _Opened]] = {peer: {} for peer in chunks}
         self._places = self._asked()
 
@@ -156,14 +163,12 @@ class Deposits:
         places = self._places.heard(deadline)
         self._places = self._asked()
         decoded = {peer: _told(words) for peer, words in places.items()}
-        return in_turns(
-            {
-                peer: self._steps_to(peer, place, key, tensors)
-                for peer, place in decoded.items()
-                if place
-            },
-            self._first,
-        )
+        return [
+            step
+            for peer, place in decoded.items()
+            if place
+            for step in self._steps_to(peer, place, key, tensors)
+        ]
 
     def close(self) -> None:
         """Let go of all buffers."""
@@ -191,7 +196,7 @@ class Deposits:
 
     def _compiled(self, peer: int, tensors: Tensors, opened: _Opened) -> list[Deposit]:
         return [
-            Deposit(peer, number, chunk, tensors, opened.views, self._threads)
+            Deposit(peer, number, chunk, tensors, opened.views, self._device, self._threads)
             for number, chunk in enumerate(self._chunks[peer], 1)
         ]
 
@@ -203,10 +208,15 @@ class Arrivals:
     """
 
     def __init__(
-        self, exchange: GroupExchange, chunks: Mapping[int, Sequence[Chunk]], *, first: int
+        self,
+        exchange: GroupExchange,
+        chunks: Mapping[int, Sequence[Chunk]],
+        device: TransferDevice,
     ) -> None:
-        """`chunks`: what comes from each peer. `first`: whose turn is first."""
-        self._exchange, self._chunks, self._first = exchange, chunks, first
+        """`chunks`: what comes from each peer, in the order of the plan's matchings. `device`:
+        where.
+        """
+        self._exchange, self._chunks, self._device = exchange, chunks, device
         self._steps: dict[int, list[DepositedChunk]] = {}
         self._telling: list[Any] = []
 
@@ -230,16 +240,11 @@ class Arrivals:
         self._telling = self._exchange.tell(dict.fromkeys(self._chunks, words))
 
     def _compiled(self, buffer: Buffer) -> list[DepositedChunk]:
-        return in_turns(
-            {
-                peer: [
-                    DepositedChunk(peer, number, chunk, buffer.views)
-                    for number, chunk in enumerate(cut, 1)
-                ]
-                for peer, cut in self._chunks.items()
-            },
-            self._first,
-        )
+        return [
+            DepositedChunk(peer, number, chunk, buffer.views, self._device)
+            for peer, cut in self._chunks.items()
+            for number, chunk in enumerate(cut, 1)
+        ]
 
 
 def _words(body: bytes) -> list[int]:

@@ -14,7 +14,8 @@ from typing import Any, Literal
 import torch
 
 from transport.weights.errors import AddressTaken, LayoutMismatch, SegmentError, WeightError, waited
-from transport.weights.executors.device_memory import DeviceMemory, numbered
+from transport.weights.executors.device import TransferDevice, transfer_device
+from transport.weights.executors.device_memory import DeviceMemory
 from transport.weights.layout.layout import Layout
 from transport.weights.layout.reshard import reshard
 from transport.weights.protocol.messages import BROKEN, DAMAGED, WHOLE, FormGroup, Join, Note
@@ -53,7 +54,7 @@ class ShardedReader:
         *,
         ranks: int | None = None,
         adopt: Literal["view", "copy"] = "view",
-        device: str | torch.device = "cpu",
+        device: str | torch.device | TransferDevice = "cpu",
         deadlines: Deadlines | None = None,
         clock: Callable[[], float] = time.monotonic,
         attempt: int = 0,
@@ -67,18 +68,19 @@ class ShardedReader:
         `adopt`: "view" turns parameters into views of the buffer received into, so that an update
         is a pointer flip; "copy" copies into the parameters' own memory. Tensors that are no
         Parameter, or have another dtype or device, are always copied. `device`: where versions
-        arrive; a GPU where the trainer sends by nccl. `attempt`: the scheduler's, at this process;
-        a later one takes the rank's place, whatever clocks say. `memory`: stands in for a GPU's, by
-        cuda_ipc. `host`: where the trainer may be on another host than this rank. `seek`: where the
-        trainer listens now, asked while it is silent; empty where nobody knows.
+        arrive; a GPU where the trainer sends by nccl, and then `adopt` is called on the stream that
+        reads the tensors. `attempt`: the scheduler's, at this process; a later one takes the rank's
+        place, whatever clocks say. `memory`: stands in for a GPU's, by cuda_ipc. `host`: where the
+        trainer may be on another host than this rank. `seek`: where the trainer listens now, asked
+        while it is silent; empty where nobody knows.
         """
         self.layout, self.rank, self.name = layout, rank, name
         self.ranks = ranks if ranks is not None else layout.ranks
         self._deadlines = deadlines or Deadlines()
-        self._view, self._device, self._clock = adopt == "view", numbered(device), clock
+        self._view, self._device, self._clock = adopt == "view", transfer_device(device), clock
         self._buffers: ReceiveBuffers | None = None
         self._memory_of = functools.cache(
-            lambda backend: peer_memory(backend, self._device, memory)
+            lambda backend: peer_memory(backend, self._device.device, memory)
         )
         self._no_room: SegmentError | None = None
         self._woken, self._waker = sockets.socketpair()
@@ -336,29 +338,27 @@ class Receiving:
         self, reader: ShardedReader, buffers: ReceiveBuffers, form: FormGroup, meeting: Meeting
     ) -> None:
         plan = reshard(Layout.from_plain(form.layout), reader.layout)
-        by_peer = {
+        self._chunks = {
             of: chunks_between(plan, of, reader.rank, form.bucket_bytes)
-            for of in range(form.sources)
+            for of in plan.senders(reader.rank, form.epoch)
         }
-        self._chunks = {peer: cut for peer, cut in by_peer.items() if cut}
-        self._depth = max(DEPTH, len(self._chunks))
-        self._first = reader.rank % form.sources
         self._epoch = form.epoch
-        self._buffers, self._device, self._lock = buffers, reader._device, reader._control.changed
+        self._buffers, self._lock = buffers, reader._control.changed
+        self._device = reader._device.another()
         self._steps: dict[int, list[ChunkMessage]] = {}
-        self._exchange = GroupExchange(
-            form,
-            form.sources + reader.rank,
-            self._chunks,
-            self._device,
-            reader._deadlines.form_s,
-            meeting,
-            reader._clock,
-        )
-        self._reader = reader
+        with self._device.beside():
+            self._exchange = GroupExchange(
+                form,
+                form.sources + reader.rank,
+                self._device,
+                reader._deadlines.form_s,
+                meeting,
+                reader._clock,
+            )
+        self._reader, self._form_s = reader, reader._deadlines.form_s
         self._memory = reader._memory_of(form.backend)
         self._arrivals = (
-            Arrivals(self._exchange, self._chunks, first=self._first) if self._memory else None
+            Arrivals(self._exchange, self._chunks, self._device) if self._memory else None
         )
         self._next: tuple[Buffer, Arriving] | None = None
         """Where senders may write already."""
@@ -370,16 +370,20 @@ class Receiving:
         with self._lock:
             has_room = self._buffers.has_room
         if has_room:
-            with contextlib.suppress(SegmentError):
-                self._ahead()
+            with contextlib.suppress(SegmentError, TimeoutError), self._device.beside():
+                self._ahead(self._reader._clock() + self._form_s)
 
     def transfer(self, version: int, deadline: float) -> TransferOutcome:
         """Receive a version."""
         self._reader._arriving_at = self._reader._clock()
         if self._buffers.is_empty:
             return TransferOutcome(WHOLE)
+        with self._device.beside():
+            return self._transfer(version, deadline)
+
+    def _transfer(self, version: int, deadline: float) -> TransferOutcome:
         try:
-            self._ahead()
+            self._ahead(deadline)
         except SegmentError as error:
             assert self._arrivals is not None, "other memory has other errors"
             self._arrivals.refuse()
@@ -387,6 +391,7 @@ class Receiving:
             return TransferOutcome(DAMAGED, str(error))
         if self._next is None:
             buffer = self._take()
+            self._device.after(buffer.read)
             return self._into(
                 buffer, version, lambda: self._receive(self._steps_into(buffer), deadline)
             )
@@ -406,10 +411,12 @@ class Receiving:
             self._give_back(self._next[0], -1, BROKEN)
             self._next = None
 
-    def _ahead(self) -> None:
+    def _ahead(self, deadline: float) -> None:
+        """Have senders write into a free buffer, which nothing reads any more."""
         if self._arrivals is not None and self._next is None:
             buffer = self._take()
             try:
+                self._exchange.reach(buffer.read, deadline)
                 self._next = buffer, self._arrivals.expect(buffer)
             except BaseException:
                 self._give_back(buffer, -1, BROKEN)
@@ -431,9 +438,6 @@ class Receiving:
             self._buffers.give_back(buffer, self._epoch, version, state)
 
     def _take(self) -> Buffer:
-        if self._device.type == "cuda":
-            # what was asked for before the last adoption reads the free buffer
-            torch.cuda.synchronize(self._device)
         with self._lock:
             buffer = self._buffers.take(self._epoch, self._memory)
         if buffer is None:
@@ -446,14 +450,13 @@ class Receiving:
         return recent(self._steps, buffer.number, lambda: self._compiled(buffer))
 
     def _receive(self, steps: list[ChunkMessage], deadline: float) -> TransferOutcome:
-        return self._exchange.receive(self._exchange.expect(steps, self._depth), deadline)
+        return self._exchange.receive(self._exchange.expect(steps, DEPTH), deadline)
 
     def _compiled(self, buffer: Buffer) -> list[ChunkMessage]:
         return compiled(
             self._chunks,
             buffer.views,
             sending=False,
-            depth=self._depth,
+            depth=DEPTH,
             device=self._device,
-            first=self._first,
         )

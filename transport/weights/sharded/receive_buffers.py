@@ -10,6 +10,7 @@ from typing import Literal
 
 import torch
 
+from transport.weights.executors.device import Mark, TransferDevice
 from transport.weights.executors.peer_memory import PeerMemory
 from transport.weights.layout.flat import FlatLayout
 from transport.weights.layout.layout import Layout
@@ -27,6 +28,8 @@ class Buffer:
         self, number: int, flat: FlatLayout, device: torch.device, shared: PeerMemory | None
     ) -> None:
         self.number, self.shared = number, shared
+        self.read: Mark = None
+        """Behind which nothing that was asked for reads it."""
         self.use: Use = "free"
         self.epoch, self.version = 0, -1
         self.own = None if shared is None else shared.allocate(flat.nbytes)
@@ -52,9 +55,10 @@ class ReceiveBuffers:
         tensors: Mapping[str, torch.Tensor],
         *,
         view: bool,
-        device: torch.device,
+        device: TransferDevice,
     ) -> None:
         """`tensors`: attached. LayoutMismatch when they are not the rank's local ones."""
+        self._attached = device.mark()
         self._flat = _flat(layout, rank)
         self._view, self._device = view, device
         self._targets: dict[str, list[torch.Tensor]] = {}
@@ -105,9 +109,12 @@ class ReceiveBuffers:
         long.
         """
         assert self._flat is not None, "who holds nothing receives nothing"
-        buffer = Buffer(next(self._numbers), self._flat, self._device, shared)
+        buffer = Buffer(next(self._numbers), self._flat, self._device.device, shared)
+        if self._partial:
+            self._device.after(self._attached)
         for name in self._partial:
             buffer.views[name].copy_(self._targets[name][0].detach())
+        buffer.read = self._device.mark()
         return buffer
 
     def add(self, buffer: Buffer) -> None:
@@ -171,10 +178,12 @@ class ReceiveBuffers:
             buffers.copy([target for target, _ in copies], [source for _, source in copies])
         for target, source in flips:
             target.data = source
+        self._device.uses([buffer.memory])
+        read = self._device.mark()
         for older in self._buffers:
             if older.use == "front":
-                older.use = "free"
-        buffer.use = "front" if flips else "free"
+                older.use, older.read = "free", read
+        buffer.use, buffer.read = ("front" if flips else "free"), read
 
     def _whole(self, version: int, epoch: int) -> Buffer:
         complete = (buffer for buffer in self._buffers if buffer.use in ("whole", "held"))

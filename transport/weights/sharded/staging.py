@@ -5,18 +5,29 @@ trainer's tensors.
 from __future__ import annotations
 
 from collections.abc import Mapping, Set
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 
 from transport.native import Copier
 from transport.weights.errors import LayoutMismatch
+from transport.weights.executors.device import Mark, TransferDevice
 from transport.weights.layout.flat import ITEM_BYTES, FlatLayout
 from transport.weights.layout.layout import Layout
 from transport.weights.memory import buffers
-from transport.weights.sharded.chunks import Sums, place, split_shape
+from transport.weights.sharded.chunks import PlaceKey, place, split_shape
 
 Tensors = Mapping[str, torch.Tensor]
+
+
+@dataclass(frozen=True)
+class StagedSums:
+    """Checksums of boxes of local tensors, made when these were copied."""
+
+    rows: Mapping[PlaceKey, int]
+    values: torch.Tensor
+    """s1 and s2 of each row, int64[n, 2], where the copies are."""
 
 
 class Staging(Protocol):
@@ -34,7 +45,13 @@ class Staging(Protocol):
     def of(self, version: int) -> tuple[int, Tensors]:
         """A version's tensors, and a number that is equal while they lie where they lay."""
 
-    def sums(self, version: int) -> Sums:
+    def ready(self, version: int) -> Mark:
+        """Behind which its tensors have their values."""
+
+    def copied(self) -> Mark:
+        """Behind which nothing that was asked for here reads the trainer's tensors."""
+
+    def sums(self, version: int) -> StagedSums | None:
         """Of what was copied, made in the same pass: what travels is compared with them."""
 
 
@@ -42,7 +59,7 @@ class Snapshots:
     """Two flat buffers, each filled by one copy that casts, and sums the parts that will travel."""
 
     def __init__(
-        self, layout: Layout, rank: int, device: torch.device, *, part_bytes: int, threads: int
+        self, layout: Layout, rank: int, device: TransferDevice, *, part_bytes: int, threads: int
     ) -> None:
         local = layout.local(rank)
         self._flat = layout.flat(rank) if local else None
@@ -56,7 +73,10 @@ class Snapshots:
         self._held: list[int] = []
         self._views: list[dict[str, torch.Tensor]] = []
         self._copiers: list[Copier] = []
-        self._sums: list[Sums] = [{}, {}]
+        self._sums: list[StagedSums | None] = [None, None]
+        self._rows = {key: row for row, key in enumerate(self._keys)}
+        self._marks: list[Mark] = [None, None]
+        self._copied: Mark = None
         self._room = -1
 
     def versions(self) -> set[int]:
@@ -82,9 +102,13 @@ class Snapshots:
             if self._room == len(self._views):
                 self._add(self._flat)
             sources = [tensors[name].detach()[box] for name, box in self._parts]
-            with buffers.copying(self._threads):
-                sums = self._copiers[self._room].run(sources)
-            self._sums[self._room] = dict(zip(self._keys, sums, strict=True))
+            published = self._device.mark()
+            with buffers.copying(self._threads), self._device.beside():
+                self._device.after(published)
+                self._device.uses(sources)
+                sums = self._copiers[self._room].start(sources)
+                self._marks[self._room] = self._copied = self._device.mark()
+            self._sums[self._room] = StagedSums(self._rows, sums)
         self._held[self._room] = version
 
     def of(self, version: int) -> tuple[int, Tensors]:
@@ -92,25 +116,38 @@ class Snapshots:
         at = self._held.index(version)
         return at, self._views[at] if self._views else {}
 
-    def sums(self, version: int) -> Sums:
+    def ready(self, version: int) -> Mark:
+        """Behind its copy."""
+        return self._marks[self._held.index(version)]
+
+    def copied(self) -> Mark:
+        """Behind the newest copy."""
+        return self._copied
+
+    def sums(self, version: int) -> StagedSums | None:
         """Of the parts of every tensor."""
         return self._sums[self._held.index(version)]
 
     def _add(self, flat: FlatLayout) -> None:
-        buffer = torch.empty(flat.nbytes, dtype=torch.uint8, device=self._device)
+        with self._device.beside():
+            buffer = torch.empty(flat.nbytes, dtype=torch.uint8, device=self._device.device)
         views = buffers.views(flat, buffer)
         named = {spec.name: view for spec, view in zip(flat.tensors, views, strict=True)}
         self._views.append(named)
         self._copiers.append(
-            Copier([named[name][box] for name, box in self._parts], threads=self._threads)
+            self._device.copier(
+                [named[name][box] for name, box in self._parts], threads=self._threads
+            )
         )
 
 
 class BorrowedTensors:
     """The trainer's own tensors, which it leaves alone until they are settled."""
 
-    def __init__(self) -> None:
+    def __init__(self, device: TransferDevice) -> None:
+        self._device = device
         self._version = -1
+        self._ready: Mark = None
         self._tensors: Tensors = {}
         self._places: list[int] = []
         self._number = 0
@@ -135,15 +172,24 @@ class BorrowedTensors:
             version,
             {name: tensor.detach() for name, tensor in tensors.items()},
         )
+        self._ready = self._device.mark()
 
     def of(self, version: int) -> tuple[int, Tensors]:
         """Its tensors, and a number that is equal while they lie where they lay."""
         assert version == self._version, "a kept version stays"
         return self._number, self._tensors
 
-    def sums(self, version: int) -> Sums:
+    def ready(self, version: int) -> Mark:
+        """Behind what the trainer had asked for when it published."""
+        return self._ready
+
+    def copied(self) -> Mark:
+        """None: nothing is copied before it is sent."""
+        return None
+
+    def sums(self, version: int) -> StagedSums | None:
         """None: they are made while it is sent."""
-        return {}
+        return None
 
 
 def checked(local: Mapping[str, tuple[tuple[int, ...], str]], rank: int, tensors: Tensors) -> None:

@@ -3,43 +3,50 @@ version.
 
 Where a message is one run of bytes in the rank's tensors it is sent from there, or received there;
 else it goes through a bucket, which one call packs or unpacks, casting on the way. Both ends sum
-the bytes of every fragment.
+the bytes of every fragment, on the device where they lie.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from itertools import pairwise, zip_longest
+from itertools import pairwise
 from typing import TypeVar
 
 import torch
 
-from transport.native import Copier, wordsums
+from transport.native import Copier, Summer
+from transport.weights.executors.device import TransferDevice
 from transport.weights.layout.flat import ALIGNMENT
-from transport.weights.sharded.chunks import Chunk, Fragment, Sums, place
+from transport.weights.sharded.chunks import Chunk, Fragment, PlaceKey, place
 
 Fragments = list[tuple[Fragment, torch.Tensor]]
 Key = TypeVar("Key", int, bytes)
 Compiled = TypeVar("Compiled")
-Message = TypeVar("Message")
 
 
 class ChunkMessage:
     """One message to or from one peer."""
 
     def __init__(
-        self, peer: int, tag: int, nbytes: int, fragments: Fragments, data: torch.Tensor | None
+        self,
+        peer: int,
+        tag: int,
+        nbytes: int,
+        fragments: Fragments,
+        data: torch.Tensor | None,
+        device: TransferDevice,
     ) -> None:
         """`data`: its bytes in the rank's tensors, None where it needs a bucket."""
         self.peer, self.tag, self.nbytes = peer, tag, nbytes
-        self._data = data
+        self.names = [fragment.copy.tensor for fragment, _ in fragments]
+        """The full tensor of each fragment."""
+        self._data, self._device = data, device
         self._fragments = fragments
-        self._offsets = [fragment.offset for fragment, _ in fragments]
-        self._sizes = [fragment.nbytes for fragment, _ in fragments]
         self._keys = [
             (fragment.copy.source_name, place(fragment.source)) for fragment, _ in fragments
         ]
         self._copier: Copier | None = None
+        self._summer: Summer | None = None
         self._same = all(_dtype(fragment) == tensor.dtype for fragment, tensor in fragments)
 
     @property
@@ -58,14 +65,9 @@ class ChunkMessage:
         """Whether the rank's tensors have other dtypes than the message."""
         return not self._same
 
-    @property
-    def names(self) -> list[str]:
-        """The full tensor of each fragment."""
-        return [fragment.copy.tensor for fragment, _ in self._fragments]
-
     def use(self, bucket: torch.Tensor, *, sending: bool) -> None:
         """Let the message go through this bucket, uint8[nbytes or more]."""
-        self._data = bucket[: self.nbytes]
+        self._data, self._summer = bucket[: self.nbytes], None
         inside = [
             bucket[fragment.offset : fragment.offset + fragment.nbytes]
             .view(_dtype(fragment))
@@ -73,34 +75,47 @@ class ChunkMessage:
             for fragment, tensor in self._fragments
         ]
         ours = [tensor for _, tensor in self._fragments]
-        self._copier = Copier(inside, ours) if sending else Copier(ours, inside)
+        copier = self._device.copier
+        self._copier = copier(inside, ours) if sending else copier(ours, inside)
 
-    def pack(self) -> list[int] | None:
-        """Make the message ready to be sent; the checksum of each fragment, None where nothing had
-        to be copied.
+    def pack(self, sums: torch.Tensor) -> None:
+        """Make the message ready to be sent; a copy adds the checksums of its fragments."""
+        if self._copier:
+            self._copier.start(sums=sums)
+
+    def known(self, rows: Mapping[PlaceKey, int]) -> list[int] | None:
+        """The rows of its fragments' checksums among those made when the tensors were copied; None
+        where these are not of such fragments.
         """
-        return self._copier.run() if self._copier else None
+        at = [rows.get(key, -1) for key in self._keys] if self._same else [-1]
+        return None if -1 in at else at
 
-    def known(self, sums: Sums) -> list[int] | None:
-        """The checksums made when the tensors were copied; None where they are not of these
-        fragments.
+    def unpack(self, sums: torch.Tensor) -> bool:
+        """Put what was received into its places, and add the checksums of its fragments as they
+        came; True.
         """
-        values = [sums.get(key, -1) for key in self._keys] if sums and self._same else [-1]
-        return None if -1 in values else values
+        if self._copier is not None and self._same:
+            self._copier.start(sums=sums)
+            return True
+        self._sum(sums)
+        if self._copier is not None:
+            self._copier.start()
+        return True
 
-    def unpack(self) -> list[int]:
-        """Put what was received into its places; the checksum of each fragment as it came."""
+    def sum(self, sums: torch.Tensor) -> None:
+        """Add the checksums of its fragments, where `pack` has not."""
         if self._copier is None:
-            return self.sums()
-        if self._same:
-            return self._copier.run()
-        sums = self.sums()
-        self._copier.run()
-        return sums
+            self._sum(sums)
 
-    def sums(self) -> list[int]:
-        """The checksum of each fragment of the message."""
-        return wordsums(self.data, self._offsets, self._sizes)
+    def _sum(self, sums: torch.Tensor) -> None:
+        if self._summer is None:
+            self._summer = self._device.summer(
+                [
+                    self.data[fragment.offset : fragment.offset + fragment.nbytes]
+                    for fragment, _ in self._fragments
+                ]
+            )
+        self._summer.start(sums)
 
 
 def recent(
@@ -119,42 +134,27 @@ def recent(
     return cache[key]
 
 
-def in_turns(steps: Mapping[int, Sequence[Message]], first: int) -> list[Message]:
-    """The messages by peer, each peer's in their order, while the peers take turns from `first`
-    on.
-    """
-    peers = sorted(steps, key=lambda peer: (peer < first, peer))
-    rows = zip_longest(*(steps[peer] for peer in peers))
-    return [step for row in rows for step in row if step is not None]
-
-
 def compiled(
     chunks: Mapping[int, Sequence[Chunk]],
     tensors: Mapping[str, torch.Tensor],
     *,
     sending: bool,
     depth: int,
-    device: torch.device,
-    first: int,
+    device: TransferDevice,
 ) -> list[ChunkMessage]:
-    """The steps of a transfer: the peers take turns, from `first` on; `depth` of them may be under
-    way at once.
+    """The steps of a transfer, peer by peer; `depth` of them may be under way at once.
 
-    `chunks`: by the peer's rank in the process group. `device`: where messages lie.
+    `chunks`: by the peer's rank in the process group, in the order of the plan's matchings.
+    `device`: where messages lie.
     """
-    steps = in_turns(
-        {
-            peer: [
-                step_of(peer, number, chunk, tensors, sending, device)
-                for number, chunk in enumerate(cut, 1)
-            ]
-            for peer, cut in chunks.items()
-        },
-        first,
-    )
+    steps = [
+        step_of(peer, number, chunk, tensors, sending, device)
+        for peer, cut in chunks.items()
+        for number, chunk in enumerate(cut, 1)
+    ]
     packed = [step for step in steps if step.needs_bucket]
     size = -(-max((step.nbytes for step in packed), default=0) // ALIGNMENT) * ALIGNMENT
-    buckets = torch.empty(min(depth, len(packed)), size, dtype=torch.uint8, device=device)
+    buckets = torch.empty(min(depth, len(packed)), size, dtype=torch.uint8, device=device.device)
     for number, step in enumerate(packed):
         step.use(buckets[number % depth], sending=sending)
     return steps
@@ -166,7 +166,7 @@ def step_of(
     chunk: Chunk,
     tensors: Mapping[str, torch.Tensor],
     sending: bool,
-    device: torch.device,
+    device: TransferDevice,
 ) -> ChunkMessage:
     """One message, without a bucket. `tensors`: this rank's, the source's if `sending`, else the
     destination's.
@@ -182,9 +182,8 @@ def step_of(
             sending
             or all(span.stop == length for span, length in zip(box, tensor.shape, strict=True))
         )
-    return ChunkMessage(
-        peer, tag, chunk.nbytes, fragments, _run(fragments, loose, chunk.nbytes, device)
-    )
+    data = _run(fragments, loose, chunk.nbytes, device.device)
+    return ChunkMessage(peer, tag, chunk.nbytes, fragments, data, device)
 
 
 def _run(

@@ -1,27 +1,36 @@
-"""Moves one version between this rank and its peers of one process group, and verifies it."""
+"""Moves one version between this rank and its peers of one process group, and verifies it.
+
+The host asks for all of it and looks once, at the end, whether the device has done it: packing,
+messages and checksums stand in one queue there, beside the program's own.
+"""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
-import numpy as np
 import torch
 
+from transport.errors import WaitTimeout
+from transport.native.sums import folded_there
+from transport.weights.executors.device import Mark, TransferDevice
 from transport.weights.protocol.messages import BROKEN, DAMAGED, WHOLE, FormGroup
 from transport.weights.protocol.ranks import TransferOutcome
-from transport.weights.sharded.chunks import Sums
+from transport.weights.sharded.chunks import PlaceKey
 from transport.weights.sharded.process_group import ONE_SIDED, ProcessGroup
 from transport.weights.sharded.rendezvous import Meeting
+from transport.weights.sharded.staging import StagedSums
 
 DEPTH = 4
-"""Messages under way at once, at least."""
-GREETING_TAG, SUMS_TAG = 0, 1 << 30
-"""Of the first message to each peer, and of the last of a transfer: the checksums of all fragments,
-int64."""
+"""Messages under way at once."""
+SUMS_TAG = 1 << 30
+"""Of the last message of a transfer to each peer: the checksums of all fragments, int64."""
 NUMBERS_TAG = (1 << 30) + 2
 """Of what two ranks agree on before a transfer, int64."""
+LOOK_S = 2e-4
+"""Between two looks whether the device has come to the end."""
 
 
 class Outbound(Protocol):
@@ -30,21 +39,21 @@ class Outbound(Protocol):
     peer: int
     tag: int
     nbytes: int
+    names: list[str]
+    """The full tensor of each fragment."""
 
     @property
     def data(self) -> torch.Tensor:
         """Its bytes, once packed."""
 
-    def pack(self) -> list[int] | None:
-        """Make it ready to be sent; the checksum of each fragment, None where they are not known
-        yet.
-        """
+    def pack(self, sums: torch.Tensor) -> None:
+        """Make it ready to be sent, and add the checksum of each fragment if that makes it."""
 
-    def known(self, sums: Sums) -> list[int] | None:
-        """The checksums made earlier, None for none."""
+    def known(self, rows: Mapping[PlaceKey, int]) -> list[int] | None:
+        """The rows of the checksums made earlier, None for none."""
 
-    def sums(self) -> list[int]:
-        """The checksum of each fragment."""
+    def sum(self, sums: torch.Tensor) -> None:
+        """Add the checksum of each fragment, where `pack` has not."""
 
 
 class Inbound(Protocol):
@@ -52,23 +61,46 @@ class Inbound(Protocol):
 
     peer: int
     tag: int
+    names: list[str]
+    """The full tensor of each fragment."""
 
     @property
     def data(self) -> torch.Tensor:
         """Where it is received."""
 
-    @property
-    def names(self) -> list[str]:
-        """The full tensor of each fragment."""
-
-    def unpack(self) -> list[int] | None:
-        """Put it into its places; the checksum of each fragment, None where what came cannot be
-        used.
+    def unpack(self, sums: torch.Tensor) -> bool:
+        """Put it into its places, and add the checksum of each fragment; False where what came
+        cannot be used.
         """
 
 
 class Cancelled(RuntimeError):
     """The epoch is over."""
+
+
+class SumRows:
+    """Where the checksums of a transfer's fragments stand: those of one peer side by side, in the
+    order of its messages.
+    """
+
+    def __init__(self, steps: Sequence[Outbound | Inbound]) -> None:
+        counts = Counter[int]()
+        for step in steps:
+            counts[step.peer] += len(step.names)
+        self.peers: dict[int, slice] = {}
+        """The rows of each."""
+        self.count = 0
+        """Of all rows."""
+        for peer, count in counts.items():
+            self.peers[peer] = slice(self.count, self.count + count)
+            self.count += count
+        free = {peer: rows.start for peer, rows in self.peers.items()}
+        self.steps: list[slice] = []
+        """The rows of each message."""
+        for step in steps:
+            first = free[step.peer]
+            free[step.peer] = first + len(step.names)
+            self.steps.append(slice(first, free[step.peer]))
 
 
 class Hearing:
@@ -97,15 +129,8 @@ class Arriving:
     def __init__(
         self, group: ProcessGroup, steps: Sequence[Inbound], depth: int, device: torch.device
     ) -> None:
-        self.steps = steps
-        self.names: dict[int, list[str]] = {}
-        """Of the fragments from each peer."""
-        for step in steps:
-            self.names.setdefault(step.peer, []).extend(step.names)
-        self.sums = {
-            peer: torch.empty(len(names), dtype=torch.int64, device=device)
-            for peer, names in self.names.items()
-        }
+        self.steps, self.rows = steps, SumRows(steps)
+        self.sums = torch.empty(self.rows.count, dtype=torch.int64, device=device)
         """As the peers made them, once the last of `works` are done."""
         self.works: list[Any] = []
         """Of the messages, and behind them of the sums."""
@@ -123,51 +148,43 @@ class Arriving:
             self.works.append(self._group.receive(step.data, step.peer, step.tag))
             if at + 1 == len(self.steps):
                 self.works += [
-                    self._group.receive(theirs, peer, SUMS_TAG)
-                    for peer, theirs in self.sums.items()
+                    self._group.receive(self.sums[rows], peer, SUMS_TAG)
+                    for peer, rows in self.rows.peers.items()
                 ]
 
 
 class GroupExchange:
-    """What one rank does over a process group.
+    """What one rank does over a process group, in the queue of transfers that its thread uses.
 
     Consumes: messages of its peers. Produces: messages to them, bytes in the rank's tensors.
-    Waits for: its peers, until the deadline of each call. Unblocked by: them, their death, `abort`.
+    Waits for: its peers, and once a transfer for the device, until the deadline of each call.
+    Unblocked by: them, their death, `abort`.
     """
 
     def __init__(
         self,
         form: FormGroup,
         rank: int,
-        peers: Iterable[int],
-        device: torch.device,
+        device: TransferDevice,
         connect_s: float,
         meeting: Meeting,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Meets the epoch's other ranks. `rank`: among them, source ranks first. `peers`: those it
-        exchanges with.
+        """Meets the epoch's other ranks. `rank`: among them, source ranks first.
 
         `device`: where weights lie, and messages if they carry them. `meeting`: where they find
         each other.
         """
-        if device.type == "cuda":
-            torch.cuda.set_device(device)
         self._group = ProcessGroup(
             form.backend, meeting, rank, form.sources + form.ranks, connect_s=connect_s, clock=clock
         )
-        device = torch.device("cpu") if form.backend in ONE_SIDED else device
         self._device, self._clock = device, clock
+        self._messages = torch.device("cpu") if form.backend in ONE_SIDED else device.device
+        """Where messages lie."""
+        self._announces = form.backend in ONE_SIDED
+        """Whether messages only say that bytes were written."""
         self._over = meeting.over
-        # One byte to each in the order of the ranks, which is the same for all: NCCL connects a
-        # pair at its first message and waits for it, and pairs that wait for each other in a circle
-        # would do so for ever.
-        greeting = torch.zeros(1, dtype=torch.uint8, device=device)
-        exchange = self._group.send if rank < form.sources else self._group.receive
-        for peer in sorted(peers):
-            self._group.wait(
-                exchange(greeting, peer, GREETING_TAG), clock() + connect_s, clock, is_watched=False
-            )
+        self._group.meet(self._messages, clock() + connect_s, clock)
 
     def abort(self) -> None:
         """End what runs, from another thread."""
@@ -198,15 +215,26 @@ class GroupExchange:
 
     def expect(self, steps: Sequence[Inbound], depth: int) -> Arriving:
         """Ask for the messages of the next transfer."""
-        return Arriving(self._group, steps, depth, self._device)
+        return Arriving(self._group, steps, depth, self._messages)
+
+    def reach(self, mark: Mark, deadline: float) -> None:
+        """Until the device has come to this mark."""
+        while not self._device.reached(mark):
+            self._require_going()
+            if self._clock() >= deadline:
+                raise WaitTimeout(
+                    f"a transfer of rank {self._group.rank} of {self._group.size} passed its"
+                    " deadline; found its device at work"
+                )
+            time.sleep(LOOK_S)
 
     def send(
-        self, steps: Sequence[Outbound], known: Sums, depth: int, deadline: float
+        self, steps: Sequence[Outbound], staged: StagedSums | None, depth: int, deadline: float
     ) -> TransferOutcome:
-        """Send all steps, then to each peer the sums of what it was sent: those `known`, or made on
-        the way.
+        """Send all steps, then to each peer the sums of what it was sent: those `staged`, or made
+        on the way.
         """
-        return self._guarded(lambda: self._send(steps, known, depth, deadline))
+        return self._guarded(lambda: self._send(steps, staged, depth, deadline))
 
     def receive(self, arriving: Arriving, deadline: float) -> TransferOutcome:
         """Receive all steps, put them into place, and compare the sums with the peers'."""
@@ -219,52 +247,80 @@ class GroupExchange:
             return TransferOutcome(BROKEN, f"{error}".splitlines()[0][:300])
 
     def _send(
-        self, steps: Sequence[Outbound], known: Sums, depth: int, deadline: float
+        self, steps: Sequence[Outbound], staged: StagedSums | None, depth: int, deadline: float
     ) -> TransferOutcome:
         works: list[Any] = []
-        sums: dict[int, list[int]] = {}
-        for number, step in enumerate(steps):
-            if number >= depth:
-                self._wait(works[number - depth], deadline)
-            packed_sums = step.pack()
-            works.append(self._group.send(step.data, step.peer, step.tag))
-            sums.setdefault(step.peer, []).extend(step.known(known) or packed_sums or step.sums())
-        sent_sums = {peer: _words(values).to(self._device) for peer, values in sums.items()}
-        works += [self._group.send(theirs, peer, SUMS_TAG) for peer, theirs in sent_sums.items()]
+        rows, sums = self._summed(steps)
+        at: list[int] = []
+        into: list[int] = []
+        # What a GPU writes is announced when it is there, all at once: there is no use in waiting
+        # for a part.
+        late = self._announces and self._device.is_behind
+        for number, (step, own) in enumerate(zip(steps, rows.steps, strict=True)):
+            if not late and number >= depth:
+                self._order(works[number - depth], deadline)
+            step.pack(sums[own])
+            if not late:
+                works.append(self._group.send(step.data, step.peer, step.tag))
+            staged_rows = step.known(staged.rows) if staged else None
+            if staged_rows is None:
+                step.sum(sums[own])
+            else:
+                at += staged_rows
+                into += range(own.start, own.stop)
+        if staged and at:
+            sums[into] = staged.values[at]
+        checksums = folded_there(sums)
+        if late:
+            checksums = self._device.fetch(checksums)
+            self.reach(self._device.mark(), deadline)
+            works = [self._group.send(step.data, step.peer, step.tag) for step in steps]
+        works += [
+            self._group.send(checksums[own], peer, SUMS_TAG) for peer, own in rows.peers.items()
+        ]
         for work in works[max(0, len(steps) - depth) :]:
-            self._wait(work, deadline)
+            self._order(work, deadline)
+        self.reach(self._device.mark(), deadline)
         return TransferOutcome(WHOLE)
 
     def _receive(self, arriving: Arriving, deadline: float) -> TransferOutcome:
-        sums: dict[int, list[int]] = {}
+        rows, sums = self._summed(arriving.steps)
         bad: set[str] = set()
-        for number, step in enumerate(arriving.steps):
-            self._wait(arriving.works[number], deadline)
-            if (unpacked := step.unpack()) is None:
+        names = [""] * rows.count
+        for number, (step, own) in enumerate(zip(arriving.steps, rows.steps, strict=True)):
+            self._order(arriving.works[number], deadline)
+            names[own] = step.names
+            if not step.unpack(sums[own]):
                 bad.update(step.names)
-            sums.setdefault(step.peer, []).extend(unpacked or [0] * len(step.names))
             arriving.ask()
         for work in arriving.works[len(arriving.steps) :]:
-            self._wait(work, deadline)
-        for peer, theirs in arriving.sums.items():
-            wrong = (theirs.cpu() != _words(sums[peer])).nonzero().flatten().tolist()
-            bad.update(arriving.names[peer][at] for at in wrong)
-        if self._device.type == "cuda":
-            torch.cuda.current_stream().synchronize()
+            self._order(work, deadline)
+        ours, theirs = (self._device.fetch(sums) for sums in (folded_there(sums), arriving.sums))
+        self.reach(self._device.mark(), deadline)
+        bad.update(names[row] for row in (theirs != ours).nonzero().flatten().tolist())
         return (
             TransferOutcome(DAMAGED, f"other bytes than were sent in {sorted(bad)[:4]}")
             if bad
             else TransferOutcome(WHOLE)
         )
 
+    def _summed(self, steps: Sequence[Outbound | Inbound]) -> tuple[SumRows, torch.Tensor]:
+        """Rows for the steps' checksums, and zeros to add them to."""
+        rows = SumRows(steps)
+        return rows, torch.zeros((rows.count, 2), dtype=torch.int64, device=self._device.device)
+
     def _numbers(self, values: Sequence[int]) -> torch.Tensor:
-        return torch.tensor(values, dtype=torch.int64, device=self._device)
+        return torch.tensor(values, dtype=torch.int64, device=self._messages)
+
+    def _order(self, work: Any, deadline: float) -> None:
+        """What this thread asks for from now on comes behind this message."""
+        self._group.order(work, deadline, self._clock)
+        self._require_going()
 
     def _wait(self, work: Any, deadline: float) -> None:
         self._group.wait(work, deadline, self._clock, is_watched=True)
+        self._require_going()
+
+    def _require_going(self) -> None:
         if self._over.is_set():
             raise Cancelled("the transfer was given up")
-
-
-def _words(sums: list[int]) -> torch.Tensor:
-    return torch.from_numpy(np.array(sums, np.uint64).view(np.int64))

@@ -16,7 +16,8 @@ import torch
 
 from transport.errors import PeerGone
 from transport.weights.errors import WeightError
-from transport.weights.executors.device_memory import DeviceMemory, numbered
+from transport.weights.executors.device import TransferDevice, transfer_device
+from transport.weights.executors.device_memory import DeviceMemory
 from transport.weights.layout.layout import Layout
 from transport.weights.layout.reshard import reshard
 from transport.weights.protocol.messages import WHOLE, FormGroup, Note
@@ -65,7 +66,7 @@ class ShardedWriter:
         *,
         ranks: int | None = None,
         backend: Backend = "gloo",
-        device: str | torch.device = "cpu",
+        device: str | torch.device | TransferDevice = "cpu",
         hold: Literal["snapshot", "until_settle"] = "snapshot",
         bucket_bytes: int = BUCKET_BYTES,
         threads: int = 1,
@@ -85,23 +86,24 @@ class ShardedWriter:
         which are on this machine. `hold`: "snapshot" copies each version into one of at most two
         buffers, so that groups may take it at any later time; with "until_settle" it is sent from
         the trainer's tensors, which must not change until `settle` has returned. `device`: where
-        versions are sent from; this rank's GPU with nccl and cuda_ipc. `bucket_bytes`: of a
-        message, at most. `threads`: for the copy. `attempt`: the scheduler's, at this process; a
-        later one takes the rank's place, whatever clocks say. `memory`: stands in for a GPU's, by
-        cuda_ipc. Rank 0 raises AddressTaken when another live writer has the address.
+        versions are sent from; with nccl and cuda_ipc this rank's GPU, and then `publish` and
+        `settle` are called on the stream that changes the tensors. `bucket_bytes`: of a message, at
+        most. `threads`: for the copy. `attempt`: the scheduler's, at this process; a later one
+        takes the rank's place, whatever clocks say. `memory`: stands in for a GPU's, by cuda_ipc.
+        Rank 0 raises AddressTaken when another live writer has the address.
         """
         self.layout, self.rank = layout, rank
         self.ranks = ranks if ranks is not None else layout.ranks
         self._local = layout.local(rank)
         self._deadlines = deadlines or Deadlines()
         self._clock = clock
-        self._device, self._threads = numbered(device), threads
+        self._device, self._threads = transfer_device(device), threads
         self._memory_of = functools.cache(
-            lambda backend: peer_memory(backend, self._device, memory)
+            lambda backend: peer_memory(backend, self._device.device, memory)
         )
         self._borrows = hold == "until_settle"
         self._staging: Staging = (
-            BorrowedTensors()
+            BorrowedTensors(self._device)
             if self._borrows
             else Snapshots(layout, rank, self._device, part_bytes=bucket_bytes, threads=threads)
         )
@@ -232,6 +234,7 @@ class ShardedWriter:
         self._check()
         self._pending = None
         if not self._borrows:
+            self._device.after(self._staging.copied())
             return True
         deadline = self._clock() + timeout_s
         with self._control.changed:
@@ -307,45 +310,44 @@ class Sending:
     def __init__(self, writer: ShardedWriter, form: FormGroup, meeting: Meeting) -> None:
         theirs = Layout.from_plain(form.layout)
         plan = reshard(writer.layout, theirs)
-        cuts = [
-            chunks_between(plan, writer.rank, to, form.bucket_bytes) for to in range(form.ranks)
-        ]
-        self._chunks = {form.sources + to: cut for to, cut in enumerate(cuts) if cut}
-        self._depth = max(DEPTH, len(self._chunks))
-        self._first = form.sources + writer.rank % form.ranks
-        self._writer, self._staging, self._device, self._group = (
-            writer,
-            writer._staging,
-            writer._device,
-            form.group,
-        )
+        self._chunks = {
+            form.sources + to: chunks_between(plan, writer.rank, to, form.bucket_bytes)
+            for to in plan.receivers(writer.rank, form.epoch)
+        }
+        self._writer, self._staging, self._group = writer, writer._staging, form.group
+        self._device = writer._device.another()
         self._sources, self._ranks = form.sources, form.ranks
         self._steps: dict[int, list[ChunkMessage]] = {}
-        self._exchange = GroupExchange(
-            form,
-            writer.rank,
-            self._chunks,
-            self._device,
-            writer._deadlines.form_s,
-            meeting,
-            writer._clock,
-        )
         self._deposits: Deposits | None = None
-        if memory := writer._memory_of(form.backend):
-            self._deposits = Deposits(
-                self._exchange,
-                self._chunks,
-                {peer: theirs.flat(peer - form.sources) for peer in self._chunks},
-                memory,
-                first=self._first,
-                threads=writer._threads,
+        with self._device.beside():
+            self._exchange = GroupExchange(
+                form,
+                writer.rank,
+                self._device,
+                writer._deadlines.form_s,
+                meeting,
+                writer._clock,
             )
+            if memory := writer._memory_of(form.backend):
+                self._deposits = Deposits(
+                    self._exchange,
+                    self._chunks,
+                    {peer: theirs.flat(peer - form.sources) for peer in self._chunks},
+                    memory,
+                    self._device,
+                    writer._threads,
+                )
 
     def prepare(self) -> None:
         """Nothing: receivers are asked for their places after each transfer."""
 
     def transfer(self, version: int, deadline: float) -> TransferOutcome:
         """Send a version."""
+        with self._device.beside():
+            self._device.after(self._staging.ready(version))
+            return self._transfer(version, deadline)
+
+    def _transfer(self, version: int, deadline: float) -> TransferOutcome:
         key, tensors = self._staging.of(version)
         messages: Sequence[Outbound]
         whole: Sequence[Outbound]
@@ -354,7 +356,7 @@ class Sending:
         else:
             whole = steps = recent(self._steps, key, lambda: self._compiled(tensors))
             messages = self._agreed(version, steps, deadline)
-        depth = len(messages) if self._deposits else self._depth
+        depth = len(messages) if self._deposits else DEPTH
         outcome = self._exchange.send(messages, self._staging.sums(version), depth, deadline)
         sent = [0] * self._ranks
         for message in messages:
@@ -385,7 +387,6 @@ class Sending:
             self._chunks,
             tensors,
             sending=True,
-            depth=self._depth,
+            depth=DEPTH,
             device=self._device,
-            first=self._first,
         )

@@ -255,17 +255,17 @@ def test_a_byte_flipped_where_a_delta_has_been_put_together_is_found(run, group,
     run.give(1, group)
     unpack, flipped = Patch.unpack, []
 
-    def flip_once(patch):
+    def flip_once(patch, sums):
         if not flipped:
             pack = patch._step.unpack
 
-            def damaged():
+            def damaged(sums):
                 flipped.append(patch._step.data[0].bitwise_xor_(1))
-                return pack()
+                return pack(sums)
 
             patch._step.unpack = damaged
         try:
-            return unpack(patch)
+            return unpack(patch, sums)
         finally:
             patch._step.__dict__.pop("unpack", None)
 

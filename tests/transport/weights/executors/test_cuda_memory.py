@@ -1,14 +1,16 @@
 """CudaMemory asks the driver for the right things, against a driver that answers from a script."""
 
 import gc
+import weakref
 from ctypes import c_char_p
 
 import pytest
 import torch
 
 from transport.weights import SegmentError
+from transport.weights.executors import cuda_memory
 from transport.weights.executors.cuda_driver import OUT_OF_MEMORY, PAGE_BYTES, Driver, DriverError
-from transport.weights.executors.cuda_memory import CudaMemory, _Block
+from transport.weights.executors.cuda_memory import CudaMemory, _Block, tensor_at
 
 GPUS = [bytes([index]) + bytes(14) + b"\xff" for index in (7, 8)]
 
@@ -214,3 +216,36 @@ def test_every_failed_call_tells_its_name_and_code(library):
     with pytest.raises(DriverError, match=r"cuMemAlloc_v2: CUDA_ERROR_400 \(400\)") as caught:
         driver.allocate(0, 64)
     assert caught.value.code == INVALID
+
+
+def test_a_peers_buffer_is_written_from_the_senders_own_gpu_and_context(make, library, monkeypatch):
+    opened = []
+    monkeypatch.setattr(
+        cuda_memory, "tensor_at", lambda *place: (opened.append(place), Placed(place[3], 0))[1]
+    )
+    theirs = make(library, 1)
+    handle = {**theirs.export(theirs.allocate(64)), "process": -1}
+    mine = Library()
+    buffer = make(mine, 0).open(handle, to_write=True)
+    assert mine.opened == [(buffer.data_ptr(), 100)], "100 is the context of GPU 0"
+    assert opened[0][:3] == (buffer.data_ptr(), 64, torch.device("cuda", 0))
+    del buffer
+    opened.clear()
+    gc.collect()
+    assert not mine.opened
+
+
+def test_memory_at_an_address_stays_while_a_tensor_of_it_does():
+    source, block = torch.arange(64, dtype=torch.uint8), type("Block", (), {})()
+    gone = weakref.ref(block)
+    tensor = tensor_at(source.data_ptr(), 64, torch.device("cpu"), block)
+    part = torch.nn.Parameter(torch.zeros(4, dtype=torch.int16), requires_grad=False)
+    part.data = tensor[8:16].view(torch.int16)
+    del tensor, block
+    gc.collect()
+    assert gone() is not None
+    assert part.data_ptr() == source.data_ptr() + 8
+    assert part.tolist() == source[8:16].view(torch.int16).tolist()
+    del part
+    gc.collect()
+    assert gone() is None

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from transport.weights import Layout, Mesh
+from transport.weights.executors.device import TransferDevice
 from transport.weights.layout.reshard import reshard
 from transport.weights.memory import buffers
 from transport.weights.sharded.chunks import chunks_between, split_shape
@@ -18,7 +19,7 @@ MODEL = {
     "c": ((7,), "float32"),
     "d": ((), "float32"),
 }
-CPU = torch.device("cpu")
+CPU = TransferDevice()
 
 
 def layouts():
@@ -80,7 +81,7 @@ def test_flat_buffers_alike_at_both_ends_are_sent_from_where_they_lie_in_one_mes
     whole = Layout.whole(MODEL)
     tensors = flat(whole)
     cut = {1: chunks_between(reshard(whole, whole), 0, 0, 1 << 20)}
-    (step,) = compiled(cut, tensors, sending=sending, depth=4, device=CPU, first=1)
+    (step,) = compiled(cut, tensors, sending=sending, depth=4, device=CPU)
     assert step.data.data_ptr() == tensors["a"].data_ptr()
     assert step.names == list(MODEL)
 
@@ -91,7 +92,7 @@ def test_what_lies_between_two_boxes_of_one_tensor_is_not_overwritten():
     parts_of = Layout.cut(whole, Mesh.of(2), lambda name: (1,)).fused("ab", ["a", "b"], dim=1)
     tensors = flat(parts_of)
     cut = {0: chunks_between(reshard(source, parts_of), 0, 0, 1 << 20)}
-    steps = compiled(cut, tensors, sending=False, depth=4, device=CPU, first=0)
+    steps = compiled(cut, tensors, sending=False, depth=4, device=CPU)
     storage = tensors["ab"].untyped_storage()
     inside = range(storage.data_ptr(), storage.data_ptr() + storage.nbytes())
     assert not any(step.data.data_ptr() in inside for step in steps)

@@ -113,14 +113,14 @@ def late(monkeypatch):
             stuck.append(found[len(found) // 2])
         return found
 
-    def stopping(step):
+    def stopping(step, sums):
         if stuck and step is stuck[0] and not begun.is_set():
             begun.set()
             assert go.wait(DEADLINE_S)
             for there in step._copier._destinations:
                 there.fill_(77)
             ended.set()
-        return pack(step)
+        return pack(step, sums)
 
     monkeypatch.setattr(Deposits, "steps", counted)
     monkeypatch.setattr(Deposit, "pack", stopping)
@@ -223,7 +223,9 @@ def test_a_sender_is_done_and_its_tensors_free_though_no_receiver_has_looked_yet
 ):
     looks, unpack = threading.Event(), DepositedChunk.unpack
     monkeypatch.setattr(
-        DepositedChunk, "unpack", lambda step: unpack(step) if looks.wait(DEADLINE_S) else None
+        DepositedChunk,
+        "unpack",
+        lambda step, sums: unpack(step, sums) if looks.wait(DEADLINE_S) else None,
     )
     with plane(SOURCE, COLUMNS, address, bucket_bytes=2048, hold="until_settle", **backend) as (
         trainer,
@@ -259,10 +261,10 @@ def test_shared_memory_holds_two_versions_whatever_has_failed(address, monkeypat
     before, most = unnamed(), 2 * sum(map(_pages, VERSION_BYTES))
     pack, failing = Deposit.pack, threading.Event()
 
-    def broken(step):
+    def broken(step, sums):
         if failing.is_set():
             raise RuntimeError("the sender fails")
-        return pack(step)
+        return pack(step, sums)
 
     monkeypatch.setattr(Deposit, "pack", broken)
     with plane(SOURCE, COLUMNS, address, bucket_bytes=2048, backend="shared_memory") as (

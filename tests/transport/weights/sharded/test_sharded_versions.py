@@ -64,7 +64,7 @@ def gate(monkeypatch):
     opened.set()
 
     def waiting(move):
-        return lambda step: move(step) if opened.wait(DEADLINE_S) else None
+        return lambda step, sums: move(step, sums) if opened.wait(DEADLINE_S) else None
 
     for kind, move in ((ChunkMessage, "unpack"), (DepositedChunk, "unpack"), (Deposit, "pack")):
         monkeypatch.setattr(kind, move, waiting(getattr(kind, move)))
