@@ -77,7 +77,7 @@ EPISODES = (
     Law(
         "cutting a rollout into rows keeps its weight",
         "test_rows_share_their_prefixes_and_a_loss_of_whole_rollouts_sees_whole_rollouts",
-        "operators.training.learner:Learner.micro",
+        "operators.training.learner:Learner._micro",
         assigned("rollout_T", "packed.row_T"),
         "from row to rollout",
     ),

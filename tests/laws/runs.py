@@ -278,7 +278,7 @@ SCHEDULER = (
     Law(
         "a rollout is trained at its sampling temperature",
         "test_each_rollout_is_trained_at_the_temperature_that_it_was_sampled_at",
-        "operators.training:Learner.micro",
+        "operators.training:Learner._micro",
         without("forward", "at", "!computed"),
         "the rows' temperature",
     ),

@@ -22,6 +22,7 @@ PARTS = {
     "Generators": (
         "operators/generator.py",
         "operators/engine/build.py",
+        "operators/engine/budget.py",
         "operators/engine/attention.py",
         "operators/engine/parallel/*.py",
         "operators/engine/precision/*.py",

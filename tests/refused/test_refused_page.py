@@ -18,7 +18,7 @@ ELSEWHERE = {
     "operators/engine/cuda/paged_attention.py",
     "operators/engine/native/attention.py",
     "operators/engine/native/fused.py",  # kernels, which only the engine calls
-    "operators/engine/rows.py",
+    "operators/engine/parking.py",
     "operators/engine/stop_strings.py",  # requests
     "operators/training/journal.py",  # `check` says it first
     "operators/training/retrain.py",  # a replay

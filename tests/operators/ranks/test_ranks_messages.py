@@ -20,6 +20,7 @@ def test_tokens_come_through_a_message_as_they_were_and_writable(mask: SamplingM
         sampling=None,
         stop=None,
         partial=(tokens,),
+        goes_on=False,
     )
     (again,) = CODEC.decode(CODEC.encode(Step(0, (prompt,)))).prompts[0].partial
     for name, kind in KINDS.items():
