@@ -109,7 +109,7 @@ class Stage:
     """Those that count."""
     warm: int = 5
     """Steps before the first that counts."""
-    prompts_per_step: int = 32
+    prompts_per_step: int = 16
     group_size: int = 8
     prompt_tokens: int = 200
     max_tokens: int = 512

@@ -15,7 +15,7 @@ import numpy as np
 
 from dataflow.errors import GraphError
 from dataflow.foresight.catalogue import DeviceKind, device_kind
-from dataflow.foresight.counts import Counts, counts_of, decoder_of
+from dataflow.foresight.counts import Decoder, counts, counts_of, decoder_of
 from dataflow.foresight.generation import GeneratorReplica, generate, prefill, sustain
 from dataflow.foresight.lengths import mean_staleness
 from dataflow.foresight.rates import ASSUMED_CONSTANTS, Constants, Parts
@@ -603,19 +603,33 @@ def _kinds(devices: Devices) -> dict[str, DeviceKind]:
 
 
 def size_of(source: str) -> ModelSize:
-    """As a plan counts it. GraphError as `counts_of`."""
-    return measured(source) or _by_counts(counts_of(source))
+    """As a plan counts it. GraphError as `decoder_of`."""
+    return measured(source) or _by_counts(decoder_of(source))
 
 
-def _by_counts(model: Counts) -> ModelSize:
-    """Of a mixture of experts, whose tensors nobody lists."""
+def _by_counts(decoder: Decoder) -> ModelSize:
+    """Of a mixture of experts, whose tensors nobody lists. Experts, and the projections of latent
+    attention, stand as one matrix for all layers, which no adapter takes.
+    """
+    model, width = counts(decoder), decoder.width
     layers = max(1, model.layers)
-    token = (model.mlps + model.experts_per_token) // (3 * layers * model.width)
+    token = (model.mlps + model.experts_per_token) // (3 * layers * width)
+    queries, keys = (heads * decoder.head_width for heads in (decoder.heads, decoder.kv_heads))
+    inner = model.mlps // (3 * layers * width)
+    linear = [("experts", model.experts, 1)]
+    if inner:
+        mlp = [("gate_proj", inner, width), ("up_proj", inner, width), ("down_proj", width, inner)]
+        linear += mlp * layers
+    if decoder.latent is None:
+        layer = [("q_proj", queries, width), ("k_proj", keys, width), ("v_proj", keys, width)]
+        linear += [*layer, ("o_proj", width, queries)] * layers
+    else:
+        linear += [("latent", model.attention, 1)]
     return ModelSize(
         parameters=model.parameters,
         largest_end=model.ends,
         tied=model.tied,
-        linear=(("all together", model.attention + model.mlps + model.experts, 1),),
+        linear=tuple(linear),
         layers=model.layers,
         width=model.width,
         cache_elements=model.cache,

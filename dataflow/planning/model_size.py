@@ -22,6 +22,10 @@ def bytes_of(dtype: str) -> int:
     return _BYTES[dtype]
 
 
+TOGETHER = ("experts", "latent")
+"""Names of matrices that no adapter takes."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class ModelSize:
     """Parameters of a model."""
@@ -128,10 +132,12 @@ class ModelSize:
         return self.parts(dtype, False, None, quantized)["weights"] // ranks
 
     def _adapted(self, lora: LoRA) -> list[tuple[str, int, int]]:
+        """Linear modules that have adapters; experts are no such modules."""
         return [
             layer
             for layer in self.linear
-            if lora.targets in (ALL_LINEAR, None) or layer[0] in lora.targets
+            if layer[0] not in TOGETHER
+            and (lora.targets in (ALL_LINEAR, None) or layer[0] in lora.targets)
         ]
 
     def _adapters(self, lora: LoRA) -> int:
@@ -187,7 +193,8 @@ def _of_shapes(source: str, shapes: Mapping[str, Sequence[int]], is_foreseen: bo
     }
     inner = {path: shape for path, shape in layers.items() if not _is_outer(path)}
     linear = tuple(
-        (path.rpartition(".")[2], rows, columns) for path, (rows, columns) in inner.items()
+        ("experts" if ".experts." in path else path.rpartition(".")[2], rows, columns)
+        for path, (rows, columns) in inner.items()
     )
     ends = [rows * columns for path, (rows, columns) in layers.items() if path not in inner]
     return ModelSize(

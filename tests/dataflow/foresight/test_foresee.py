@@ -5,6 +5,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+import transformers
 from made_models import LLAMA_8B, made_model, reward, wired
 from made_tables import put, write_flat
 
@@ -13,7 +15,7 @@ from dataflow.foresight.calibration import read_constants
 from dataflow.foresight.choice.candidates import candidates
 from dataflow.foresight.choice.search import choose, ways
 from dataflow.foresight.command import read_devices
-from dataflow.foresight.foresee import Foreseen, foresee
+from dataflow.foresight.foresee import Foreseen, foresee, size_of
 from dataflow.foresight.kernel_tables import _read
 from dataflow.foresight.lengths import mean_staleness
 from dataflow.foresight.report import lines
@@ -557,3 +559,28 @@ def test_an_episode_of_which_nobody_says_how_many_turns_it_has_is_refused(model:
         foresee(talks(model), room, gpus=EIGHT_AND_EIGHT, workload=read_workload("reward.turns=2"))
     with pytest.raises(GraphError, match="give 1 or more"):
         read_workload("talk.turns=0")
+
+
+def test_adapters_of_a_mixture_are_counted_as_they_are_made(tmp_path: Path) -> None:
+    """At its attention alone: its experts are no linear modules."""
+    config = transformers.Qwen3MoeConfig(
+        hidden_size=64,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+        vocab_size=101,
+        moe_intermediate_size=16,
+        num_experts=8,
+        num_experts_per_tok=2,
+    )
+    config.save_pretrained(tmp_path / "mixture")
+    with torch.device("meta"):
+        module = transformers.AutoModelForCausalLM.from_config(config)
+    expected = sum(
+        4 * 8 * sum(layer.weight.shape)
+        for name, layer in module.named_modules()
+        if isinstance(layer, torch.nn.Linear) and not name.endswith(("gate", "lm_head"))
+    )
+    size = size_of(str(tmp_path / "mixture"))
+    assert size.parts("bfloat16", trains=True, lora=LoRA(rank=8))["adapters"] == expected

@@ -125,19 +125,21 @@ def transferred(source, destination, rank, bucket_bytes=64):
     return [step.peer for step in steps]
 
 
-def test_a_rank_of_512_to_512_has_one_communicator_and_few_messages_under_way(nccl):
+@pytest.mark.parametrize("ranks", [64, pytest.param(512, marks=pytest.mark.slow)])
+def test_a_rank_has_one_communicator_and_few_messages_under_way_with_however_many(nccl, ranks):
     tensors = {"up": ((4096, 64), "float32"), "down": ((1024, 64), "float32")}
-    source = Layout.fsdp(tensors, 512)
-    generators = Layout.cut(tensors, Mesh.of(64, 8), lambda name: (None, 0 if name == "up" else 1))
+    source = Layout.fsdp(tensors, ranks)
+    mesh = Mesh.of(ranks // 8, 8)
+    generators = Layout.cut(tensors, mesh, lambda name: (None, 0 if name == "up" else 1))
     plan = reshard(source, generators)
-    for rank in (0, 300, 511, 512, 777, 1023):
+    for rank in (0, ranks // 2, ranks - 1, ranks, ranks + ranks // 3, 2 * ranks - 1):
         peers = transferred(source, generators, rank)
         own = (
-            [512 + to for to in plan.receivers(rank, EPOCH)]
-            if rank < 512
-            else plan.senders(rank - 512, EPOCH)
+            [ranks + to for to in plan.receivers(rank, EPOCH)]
+            if rank < ranks
+            else plan.senders(rank - ranks, EPOCH)
         )
-        assert len(own) == 512
+        assert len(own) == ranks
         assert list(dict.fromkeys(peers)) == own, "peer by peer, in the order of the matchings"
         assert nccl[rank].communicators == ["group"]
         sums = len(own)
