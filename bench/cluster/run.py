@@ -82,8 +82,9 @@ def placed(stage: Stage, device: str) -> dict[str, Any]:
 
 def run_stage(stage: Stage, policy: Path, device: str, folder: Path) -> dict[str, Figure]:
     """Run it; figures over the steps that count, or why it is skipped."""
-    from dataflow import ModelError, run
+    from dataflow import run
     from operators.engine.vllm.process import interpreter
+    from operators.models.folders import ModelError
 
     if stage.engine == "vllm":
         try:
