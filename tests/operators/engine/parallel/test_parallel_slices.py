@@ -27,7 +27,6 @@ from dataflow.worker.host import Settings
 from dataflow.worker.ports import Ports
 from operators.engine.interface import PromptStart
 from operators.generation.runtime import GeneratorRuntime
-from transport.weights import ChecksumMismatch
 from transport.weights.executors.shared_memory import HEADER_BYTES
 
 pytestmark = pytest.mark.usefixtures("forked")
@@ -173,7 +172,7 @@ def test_a_rank_that_can_enter_nothing_for_too_long_ends_the_replica_with_the_ca
 
 
 @pytest.mark.slow
-def test_a_damaged_version_is_taken_by_no_rank_and_the_next_by_all(rig):
+def test_a_damaged_version_is_taken_by_no_rank_and_the_next_by_all(rig, caplog):
     ranks = rig()
     ranks.publish(1)
     ranks.take()
@@ -184,8 +183,8 @@ def test_a_damaged_version_is_taken_by_no_rank_and_the_next_by_all(rig):
         found = file.read(1)[0]
         file.seek(HEADER_BYTES + 1)
         file.write(bytes([found ^ 1]))
-    with pytest.raises(ChecksumMismatch, match="version 2 is damaged"):
-        ranks.take()
+    assert ranks.take() == 1
+    assert "version 2 is damaged" in caplog.text
     ranks.assert_slices(1)
     ranks.publish(3)
     assert ranks.take() == 3
