@@ -50,7 +50,7 @@ quick: venv
 	$(TEST) -m 'not slow and not gpu'
 
 every: venv
-	$(TEST) -m 'not gpu'
+	$(TEST) -m 'not gpu' --timeout 600
 
 lint: style types
 

@@ -145,6 +145,8 @@ class CapacityTraits:
     """Budget for keys and values; None: what is free."""
     prefill_tokens: int = 0
     """Most tokens of prompts that a generator computes in one pass."""
+    ahead_tokens: int = 0
+    """Tokens of prompts that a captured decode step takes as rows beside those of its slots."""
     calls_at_once: int = 1
     """Rows, or groups, that it scores, over all its processes."""
     queue_prompts: int | None = None

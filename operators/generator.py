@@ -16,6 +16,7 @@ from dataflow.node import CapacityTraits, Generate, SamplingTraits, Split, Trait
 from dataflow.records import RAW_COMPLETION, SAMPLED_COLUMNS, SAMPLING_MASK, TEMPERATURE, Columns
 from dataflow.runtime import Context, Runtime
 from dataflow.settable import GROUP, settable
+from operators.engine.pages import AHEAD, PREFILL_TOKENS
 
 WEIGHTS = ("model", "bfloat16", "int8", "int8_dynamic", "fp8")
 """How a generator's linear layers may compute."""
@@ -56,7 +57,7 @@ class GeneratorKnobs(Generate):
     cache_bytes: int | None = None
     """Memory of the KV-cache; None: a share of what is free. Where it runs short, the youngest
     rollouts are parked and go on later."""
-    prefill_tokens: int = 2048
+    prefill_tokens: int = PREFILL_TOKENS
     """Most prompt tokens that are computed in one step, so that rollouts under way do not wait
     long; a longer prompt takes several steps."""
     tensor_parallel: int = 1
@@ -118,6 +119,7 @@ class GeneratorKnobs(Generate):
                 slots=self.slots,
                 cache_bytes=self.cache_bytes,
                 prefill_tokens=self.prefill_tokens,
+                ahead_tokens=AHEAD,
             ),
             chat=self.chat,
             chat_options=self.chat_template_kwargs or {},

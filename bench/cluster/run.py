@@ -83,6 +83,7 @@ def placed(stage: Stage, device: str) -> dict[str, Any]:
 def run_stage(stage: Stage, policy: Path, device: str, folder: Path) -> dict[str, Figure]:
     """Run it; figures over the steps that count, or why it is skipped."""
     from dataflow import run
+    from dataflow.folder.run_folder import RunFolder
     from operators.engine.vllm.process import interpreter
     from operators.models.folders import ModelError
 
@@ -103,6 +104,7 @@ def run_stage(stage: Stage, policy: Path, device: str, folder: Path) -> dict[str
         "clean": int(result.verdict.clean),
         "efficiency": result.efficiency,
         **figures_of_metrics(result.metrics, stage),
+        **replayed_share(RunFolder.open(result.folder).read_activity()),
     }
 
 
@@ -130,10 +132,18 @@ def figures_of_metrics(metrics: Sequence[Mapping[str, Any]], stage: Stage) -> di
             "held_ms": 1e3 * max(update["held_seconds"] for update in sent.values()),
             "weights_gb": max(update["nbytes"] for update in sent.values()) / 1e9,
         }
-    shares = [line["replayed_share"] for line in counted if "replayed_share" in line]
-    if shares:
-        figures["replayed_share"] = statistics.fmean(shares)
     return figures
+
+
+def replayed_share(activity: Sequence[Mapping[str, Any]]) -> dict[str, Figure]:
+    """Of all decode steps of the generator, those that replayed a graph, by the run's activity;
+    none where it counts no step.
+    """
+    for line in reversed(activity):
+        generator = line["nodes"].get("generator", {})
+        if steps := generator.get("decode_steps"):
+            return {"replayed_share": generator.get("replayed_steps", 0) / steps}
+    return {}
 
 
 def foreseen(stage: Stage, policy: str, devices: str) -> dict[str, Figure]:

@@ -24,8 +24,6 @@ from typing import Any, Protocol
 
 from bench.generator.cases import CONTEXT_TOKENS, GROUP_SIZE, PAD, PROMPT_TOKENS, Load
 
-PREFILL_TOKENS = 4096
-"""Most prompt tokens that our engine is given in one step, as by the generator."""
 PAGE_TOKENS = 32
 """Of transformers' continuous batching: small enough to share the greater part of a prompt."""
 WAITING = 2 * GROUP_SIZE
@@ -131,8 +129,8 @@ class Driven:
         from operators.engine.interface import PromptStart
 
         starts = []
-        free, tokens = self._engine.free, 0
-        while waiting and free >= GROUP_SIZE and tokens < PREFILL_TOKENS:
+        free = self._engine.free
+        while waiting and free >= GROUP_SIZE:
             group = waiting.popleft()
             tickets = range(group * GROUP_SIZE, (group + 1) * GROUP_SIZE)
             for length in sorted({load.lengths[ticket] for ticket in tickets}):
@@ -142,7 +140,6 @@ class Driven:
                     PromptStart(prompt=load.prompts[group], limit=limit, tickets=alike, seeds=alike)
                 )
             free -= GROUP_SIZE
-            tokens += PROMPT_TOKENS
         return starts
 
 

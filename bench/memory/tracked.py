@@ -32,10 +32,11 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from bench.gpu.trainer import Load, make_rows
 from operators import Generator, Trainer
-from operators.engine import attention
+from operators.engine import attention, prefill
 from operators.engine.attention import AttentionLayout, KVCache
 from operators.engine.budget import Budget, EnginePasses, measured
 from operators.engine.build import context_tokens_of
+from operators.engine.pages import AHEAD
 from operators.models.loading import on_meta
 from operators.models.slices import given_memory
 from operators.training.learner import head, packed_attention
@@ -140,7 +141,7 @@ def tracked_budget(generator: Generator, whole: int) -> Budget:
             context_tokens=context,
             new_tokens=generator.prefill_tokens,
             token_bytes=cache.token_bytes,
-            captures=True,
+            captured=AHEAD,
         )
         cache.drop()
         return measured(passes, _TrackedMemory(storages, whole), arriving=storages.now)
@@ -257,6 +258,8 @@ def _as_on_a_gpu(storages: Storages) -> Iterator[None]:
         mock.patch.object(torch.UntypedStorage, "resize_", resized),
         mock.patch.object(ShardingPropagator, "_propagate_tensor_meta_non_cached", uncounted),
         mock.patch.object(F, "scaled_dot_product_attention", _flash),
+        mock.patch.object(prefill, "serves_ragged", lambda *arguments: True),
+        mock.patch.object(prefill, "ragged", lambda query, *others: torch.empty_like(query)),
         mock.patch.object(torch, "searchsorted", _evenly),
         mock.patch.object(packed_attention, "_tree_blocks", packed_attention._whole_rows),
         mock.patch.object(head, "CPU_SLICE", head.GPU_SLICE),

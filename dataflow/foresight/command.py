@@ -17,7 +17,8 @@ from dataflow.foresight.choice.gains import told as told_gains
 from dataflow.foresight.choice.search import Objective, choose, foreseen_of, ways
 from dataflow.foresight.choice.search import to_plain as to_plain_choice
 from dataflow.foresight.choice.ways_out import advised, plan_or_advise, roomy
-from dataflow.foresight.foresee import foresee, ground_of, size_of
+from dataflow.foresight.counts import size_of
+from dataflow.foresight.foresee import foresee, ground_of
 from dataflow.foresight.rates import Constants
 from dataflow.foresight.report import lines, picture, to_plain
 from dataflow.foresight.seen import look

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from dataflow.errors import GraphError
 from dataflow.model_files import config_of, fetch_config
+from dataflow.planning.model_size import ModelSize, measured
 from transport.weights.costs.decoder import Decoder as Decoder
 from transport.weights.costs.decoder import Latent as Latent
 
@@ -142,4 +143,42 @@ def counts(decoder: Decoder) -> Counts:
         cache=decoder.layers * cache,
         cache_cuts=cuts,
         mixing=decoder.layers * mixing,
+    )
+
+
+def size_of(source: str) -> ModelSize:
+    """As a plan counts it. GraphError as `decoder_of`."""
+    return measured(source) or _by_counts(decoder_of(source))
+
+
+def _by_counts(decoder: Decoder) -> ModelSize:
+    """Of a mixture of experts, whose tensors nobody lists. Experts, and the projections of latent
+    attention, stand as one matrix for all layers, which no adapter takes.
+    """
+    model, width = counts(decoder), decoder.width
+    layers = max(1, model.layers)
+    token = (model.mlps + model.experts_per_token) // (3 * layers * width)
+    queries, keys = (heads * decoder.head_width for heads in (decoder.heads, decoder.kv_heads))
+    inner = model.mlps // (3 * layers * width)
+    linear = [("experts", model.experts, 1)]
+    if inner:
+        mlp = [("gate_proj", inner, width), ("up_proj", inner, width), ("down_proj", width, inner)]
+        linear += mlp * layers
+    if decoder.latent is None:
+        layer = [("q_proj", queries, width), ("k_proj", keys, width), ("v_proj", keys, width)]
+        linear += [*layer, ("o_proj", width, queries)] * layers
+    else:
+        linear += [("latent", model.attention, 1)]
+    return ModelSize(
+        parameters=model.parameters,
+        largest_end=model.ends,
+        tied=model.tied,
+        linear=tuple(linear),
+        layers=model.layers,
+        width=model.width,
+        cache_elements=model.cache,
+        key_value_heads=model.cache_cuts,
+        query_width=model.mixing // layers,
+        inner=token,
+        is_foreseen=True,
     )

@@ -15,7 +15,7 @@ import numpy as np
 
 from dataflow.errors import GraphError
 from dataflow.foresight.catalogue import DeviceKind, device_kind
-from dataflow.foresight.counts import Decoder, counts, counts_of, decoder_of
+from dataflow.foresight.counts import counts_of, decoder_of, size_of
 from dataflow.foresight.generation import GeneratorReplica, generate, prefill, sustain
 from dataflow.foresight.lengths import mean_staleness
 from dataflow.foresight.rates import ASSUMED_CONSTANTS, Constants, Parts
@@ -35,7 +35,7 @@ from dataflow.node import Generate, Learn, Operator
 from dataflow.planning.gpu_groups import Wishes
 from dataflow.planning.hosts import Devices
 from dataflow.planning.inputs import Place
-from dataflow.planning.model_size import ModelSize, measured
+from dataflow.planning.model_size import ModelSize
 from dataflow.planning.placement import Placement
 from dataflow.planning.plan import Plan, plan
 from dataflow.scorer import Scorer
@@ -600,44 +600,6 @@ def _kinds(devices: Devices) -> dict[str, DeviceKind]:
             " in 16xH100"
         )
     return kinds
-
-
-def size_of(source: str) -> ModelSize:
-    """As a plan counts it. GraphError as `decoder_of`."""
-    return measured(source) or _by_counts(decoder_of(source))
-
-
-def _by_counts(decoder: Decoder) -> ModelSize:
-    """Of a mixture of experts, whose tensors nobody lists. Experts, and the projections of latent
-    attention, stand as one matrix for all layers, which no adapter takes.
-    """
-    model, width = counts(decoder), decoder.width
-    layers = max(1, model.layers)
-    token = (model.mlps + model.experts_per_token) // (3 * layers * width)
-    queries, keys = (heads * decoder.head_width for heads in (decoder.heads, decoder.kv_heads))
-    inner = model.mlps // (3 * layers * width)
-    linear = [("experts", model.experts, 1)]
-    if inner:
-        mlp = [("gate_proj", inner, width), ("up_proj", inner, width), ("down_proj", width, inner)]
-        linear += mlp * layers
-    if decoder.latent is None:
-        layer = [("q_proj", queries, width), ("k_proj", keys, width), ("v_proj", keys, width)]
-        linear += [*layer, ("o_proj", width, queries)] * layers
-    else:
-        linear += [("latent", model.attention, 1)]
-    return ModelSize(
-        parameters=model.parameters,
-        largest_end=model.ends,
-        tied=model.tied,
-        linear=tuple(linear),
-        layers=model.layers,
-        width=model.width,
-        cache_elements=model.cache,
-        key_value_heads=model.cache_cuts,
-        query_width=model.mixing // layers,
-        inner=token,
-        is_foreseen=True,
-    )
 
 
 def only(graph: Structure, kind: type[T]) -> T:

@@ -319,16 +319,21 @@ def _cache(operator: Generate, size: ModelSize, nbytes: int, ranks: int) -> int:
 
 
 def _forward_pass(operator: Generate, size: ModelSize, nbytes: int, ranks: int) -> int:
-    """Bytes of a generator's largest forward pass, whose tokens all are new, with the draw."""
+    """Bytes of a generator's largest forward pass, at the end of its longest prompt, with the draw:
+    a layer gathers keys and values from their pages where more stand there than are new.
+    """
     tokens = operator.traits.capacity.prefill_tokens
-    return tokens * _inferred(size, nbytes, ranks) + _drawn(operator, size, nbytes)
+    context = operator.traits.sampling.context_tokens or size.context
+    heads = min(ranks, size.key_value_heads or ranks)
+    gathered = 2 * nbytes * context * size.key_width // heads if context > tokens else 0
+    return tokens * _inferred(size, nbytes, ranks) + gathered + _drawn(operator, size, nbytes)
 
 
 def _decode_step(operator: Generate, size: ModelSize, nbytes: int, ranks: int) -> int:
-    """Bytes that captured decode steps keep: what one of all slots takes."""
-    return operator.traits.capacity.slots * _inferred(size, nbytes, ranks) + _drawn(
-        operator, size, nbytes
-    )
+    """Bytes that captured decode steps keep: what one of all its rows takes."""
+    capacity = operator.traits.capacity
+    rows = capacity.slots + capacity.ahead_tokens
+    return rows * _inferred(size, nbytes, ranks) + _drawn(operator, size, nbytes)
 
 
 def _inferred(size: ModelSize, nbytes: int, ranks: int) -> int:

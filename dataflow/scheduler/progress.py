@@ -33,7 +33,16 @@ _LOOKED_AT = 8
 _BUSY = "busy"
 _Spent: TypeAlias = dict[str, dict[str, float]]
 """Seconds, by state and node."""
-_COUNTED = ("tokens", "looked", "version", "step", "turns", "world_s")
+_COUNTED = (
+    "tokens",
+    "looked",
+    "prefilled",
+    "replayed_steps",
+    "version",
+    "step",
+    "turns",
+    "world_s",
+)
 """Counts of work in a status."""
 _DECODED = "decode_"
 """The prefix of counts of decode steps, by how many rollouts they carry on."""

@@ -47,8 +47,9 @@ class Acknowledgements:
 
     released: Callable[[Group], None] = lambda group: None
     """Told of every group that the next nodes are done with."""
-    repeated: Callable[[Group, str], None] = lambda group, sender: None
-    """Told of a group that comes again, and by which sender, when all that it led to has left."""
+    repeated: Mapping[str, Callable[[int, str], None]] = field(default_factory=dict)
+    """By source, told of a group that comes again, and by which sender, when all that it led to has
+    left."""
     _held: dict[Group, HeldGroup] = field(default_factory=dict)
 
     def __len__(self) -> int:
@@ -83,8 +84,8 @@ class Acknowledgements:
             group.acks[origin, sender] = ack
             if before is not None:
                 before()
-            if not group.inside:
-                self.repeated((source, number), sender)
+            if not group.inside and source in self.repeated:
+                self.repeated[source](number, sender)
         return new
 
     def sent(self, source: str, groups: Iterable[int], receivers: int) -> None:

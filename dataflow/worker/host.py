@@ -141,8 +141,8 @@ class NodeLoops:
         self.at = ""
         """The node that is being built, or whose turn it is; empty between turns."""
         self.at_since = time.monotonic()
-        self.repeated: dict[str, Callable[[tuple[str, int], str], None]] = {}
-        """By node, what its loop tells of groups that come again (`Acknowledgements.repeated`)."""
+        self.repeated: dict[str, dict[str, Callable[[int, str], None]]] = {}
+        """By node, its `Acknowledgements.repeated`."""
         self._taking_turns: dict[str, Turns] = {}
         self._private: tempfile.TemporaryDirectory[str] | None = None
         """The folder for the locks of a run in one process, which has no folder of sockets."""
@@ -207,7 +207,7 @@ class NodeLoops:
                 finished=self._finished(name, sources),
                 settled=self._settled(name, {source for source, _, _ in ends}),
                 answers=answers,
-                repeated=self.repeated.get(name, lambda group, sender: None),
+                repeated=self.repeated.get(name),
                 span=self._trace.add,
                 turns=self._taking_turns.get(name),
             )

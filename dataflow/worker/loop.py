@@ -87,7 +87,7 @@ class NodeLoop:
         finished: Mapping[str, Finished] | None = None,
         settled: Callable[[str, list[int]], Collection[int]] | None = None,
         answers: Sequence[tuple[str, str, Inlet]] = (),
-        repeated: Callable[[tuple[str, int], str], None] = lambda group, sender: None,
+        repeated: Mapping[str, Callable[[int, str], None]] | None = None,
         span: Callable[[str, str, float, float], None] = lambda node, what, begin_s, end_s: None,
         turns: Turns | None = None,
         clock: Callable[[], float] = time.monotonic,
@@ -119,7 +119,7 @@ class NodeLoop:
         self._outbox: collections.deque[tuple[Outlet, pa.RecordBatch, Acked]] = collections.deque()
         self._finished = finished or {}
         self._settled = settled
-        self.acknowledgements = Acknowledgements(released=self._forget, repeated=repeated)
+        self.acknowledgements = Acknowledgements(released=self._forget, repeated=repeated or {})
         self._done: list[tuple[str, str, list[int]]] = []
         """Source, origin and groups that the runtime released."""
         self._over: set[str] = set()

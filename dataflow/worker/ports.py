@@ -346,16 +346,9 @@ class Ports:
         answers = AnswerSender(
             [sending(receivers=[address]) for address in addresses], GROUP_ID, askers
         )
-        before = host.repeated.get(edge.producer)
-
-        def repeated(group: tuple[str, int], sender: str) -> None:
-            source, number = group
-            if source == edge.source:
-                answers.send_again(number, replica_of(sender))
-            elif before is not None:
-                before(group, sender)
-
-        host.repeated[edge.producer] = repeated
+        host.repeated.setdefault(edge.producer, {})[edge.source] = lambda number, sender: (
+            answers.send_again(number, replica_of(sender))
+        )
         return answers
 
     def _capacity(self, edge: Edge) -> int:

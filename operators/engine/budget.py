@@ -69,49 +69,66 @@ class EnginePasses:
     """Of prompts, that one pass computes at most."""
     token_bytes: int
     """Of keys and values of one position in all layers."""
-    captures: bool
-    """Whether decode steps are captured, so that what one takes stays taken."""
+    captured: int
+    """Rows that captured decode steps have beside those of all slots, so that what one takes stays
+    taken; 0: none is captured."""
+
+    @property
+    def prefixes(self) -> list[tuple[int, int]]:
+        """Tokens, and pages of them that were there before, of the prompts of the largest pass: as
+        many new tokens as there may be, at the end of the longest prompt.
+        """
+        context, new = self.context_tokens, self.new_tokens
+        if context > new:
+            return [(context, (context - new) // PAGE)]
+        whole, rest = divmod(new, context)
+        return [(context, 0)] * whole + [(rest, 0)] * bool(rest)
 
     @torch.inference_mode()
     def prefill(self) -> None:
-        """A forward pass over as many new tokens as there may be, of the longest prompts, in pages
-        of their own, and a draw for all slots.
-        """
-        tokens = self.new_tokens
-        lengths = [self.context_tokens] * (tokens // self.context_tokens)
-        lengths += [tokens % self.context_tokens] * bool(tokens % self.context_tokens)
+        """A forward pass over `prefixes`, in pages of their own, and a draw for all slots."""
         pages = itertools.count()
         prefixes = [
             Prefix(
                 tokens=np.zeros(length, np.int64),
-                cached=0,
+                cached=cached,
                 tables=[list(itertools.islice(pages, pages_for(length)))],
             )
-            for length in lengths
+            for length, cached in self.prefixes
         ]
         cache = KVCache(next(pages))
         new = lay_out(prefixes, lambda values: put(values, self.device))
         none = new.tokens[:0]
         table = put(np.zeros((0, 1), np.int32), self.device)
         layout = AttentionLayout(cache, none, 0, table, new=new.layout, kernel=self.kernel)
+        tokens = len(new.tokens)
         last = torch.arange(max(0, tokens - self.slots), tokens, device=self.device)
         self.draw(self.forward(new.tokens, new.positions, last, layout))
 
     @torch.inference_mode()
     def decode(self) -> None:
-        """A decode step of all slots, each of which is at its first token."""
-        wide = pages_for(self.context_tokens + 1)
-        at = torch.zeros(self.slots, dtype=torch.int64, device=self.device)
-        table = torch.zeros((self.slots, wide), dtype=torch.int32, device=self.device)
+        """A captured decode step of all its rows, each of which is at its first token."""
+        wide, rows = pages_for(self.context_tokens + 1), self.slots + self.captured
+        at = torch.zeros(rows, dtype=torch.int64, device=self.device)
+        table = torch.zeros((rows, wide), dtype=torch.int32, device=self.device)
         longest = 1 if self.kernel is None else wide * PAGE
-        layout = AttentionLayout(KVCache(0), at, longest, table, kernel=self.kernel)
-        self.draw(self.forward(at, at, 0, layout))
+        together = self.captured > 0
+        layout = AttentionLayout(
+            KVCache(0), at, longest, table, kernel=self.kernel, together=together
+        )
+        kept = torch.arange(self.slots, device=self.device)
+        self.draw(self.forward(at, at, kept, layout))
 
-    def page_bytes(self, tokens: int) -> int:
-        """Of the pages that so many tokens of the longest prompts take."""
-        whole, rest = divmod(tokens, self.context_tokens)
-        pages = whole * pages_for(self.context_tokens) + pages_for(rest)
+    @property
+    def prefill_bytes(self) -> int:
+        """Of the pages that `prefill` fills."""
+        pages = sum(pages_for(length) for length, _ in self.prefixes)
         return pages * PAGE * self.token_bytes
+
+    @property
+    def rollout_bytes(self) -> int:
+        """Of the pages of one rollout of full length."""
+        return pages_for(self.context_tokens) * PAGE * self.token_bytes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -147,8 +164,8 @@ def measured(engine: EnginePasses, memory: DeviceMemory, *, arriving: int) -> Bu
     rollout.
     """
     try:
-        passes = memory.peak(engine.prefill) - engine.page_bytes(engine.new_tokens)
-        graphs = memory.peak(engine.decode) if engine.captures else 0
+        passes = memory.peak(engine.prefill) - engine.prefill_bytes
+        graphs = memory.peak(engine.decode) if engine.captured else 0
     except torch.OutOfMemoryError as error:
         raise ModelError(
             f"the generator cannot compute {engine.new_tokens} tokens at once beside its weights;"
@@ -157,7 +174,7 @@ def measured(engine: EnginePasses, memory: DeviceMemory, *, arriving: int) -> Bu
         ) from error
     free, whole = memory.free()
     budget = Budget(free=free, whole=whole, arriving=arriving, passes=max(0, passes), graphs=graphs)
-    needed = engine.page_bytes(engine.context_tokens)
+    needed = engine.rollout_bytes
     if budget.cache < needed:
         raise ModelError(
             f"the KV-cache cannot hold one rollout: {engine.context_tokens} tokens take {needed}"

@@ -28,19 +28,16 @@ from operators.engine.attention import (
 )
 from operators.engine.budget import EnginePasses, default_budget
 from operators.engine.cuda.available import drawing
-from operators.engine.cuda.graphs import AHEAD, CudaGraphs, GraphedDecode, Recorder, Repeats
+from operators.engine.cuda.graphs import CudaGraphs, GraphedDecode, Recorder, Repeats
 from operators.engine.cuda.late import LateFlags
 from operators.engine.interface import ABORTED, BROKEN, EndedRollout, PromptStart, Row, begun
-from operators.engine.pages import PAGE, Pages, Prefix, fitting
+from operators.engine.pages import AHEAD, PAGE, PREFILL_TOKENS, Pages, Prefix, fitting
 from operators.engine.parking import Parked, new_tokens_of, to_park
 from operators.engine.prefill import lay_out
 from operators.engine.rows import Rows, put
 from operators.engine.sampler import Sampling, kind_of, knob_columns
 from operators.engine.stop_strings import StopStrings
 from operators.models.loading import trim_memory
-
-PREFILL_TOKENS = 2048
-"""Most tokens of prefixes that are computed in one step; what is longer takes several."""
 
 MIX = 0x9E3779B97F4A7C15 - (1 << 64)
 """By which a checksum is multiplied, so that it depends on the order of what is added."""
@@ -142,7 +139,7 @@ class Engine:
                 context_tokens=context_tokens,
                 new_tokens=prefill_tokens,
                 token_bytes=token_bytes,
-                captures=recorder is not None,
+                captured=0 if recorder is None else AHEAD,
             )
             cache_bytes = budget(passes)
         most = page_count(

@@ -20,6 +20,10 @@ from dataflow.records import AnyArray
 
 PAGE = 16
 """Positions in a page."""
+PREFILL_TOKENS = 2048
+"""New tokens of prefixes that one step computes at most, where nobody says."""
+AHEAD = 512
+"""New tokens of prefixes that a replayed step takes as rows beside the live ones."""
 MOST_NEAR = 64
 """Pages behind one prefix that are looked at for the beginning that they have in common with new
 tokens."""

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from bench.cluster import __main__ as cluster
-from bench.cluster.run import figures_of_metrics
+from bench.cluster.run import figures_of_metrics, replayed_share
 from bench.cluster.stages import STAGES, Bound, rehearsed
 
 LINE = {"rollouts": 8, "loss": 0.0, "staleness_max": 1}
@@ -45,7 +45,16 @@ def test_figures_are_of_the_steps_that_count_alone():
     assert figures["settle_s"] == pytest.approx(0.2)
     assert figures["weights_s"] == 0.5 and figures["held_ms"] == pytest.approx(2.0)
     assert figures["staleness_over"] == 2 - stage.max_staleness
-    assert "replayed_share" not in figures
+
+
+def test_the_replayed_share_is_that_of_all_decode_steps_of_the_run():
+    lines = [
+        {"nodes": {"generator": {"decode_steps": steps, "replayed_steps": steps - 5}}}
+        for steps in (10, 100)
+    ]
+    lines.append({"nodes": {"generator": {}, "trainer": {}}})
+    assert replayed_share(lines) == {"replayed_share": 0.95}
+    assert replayed_share(lines[2:]) == {}
 
 
 def cluster_stage(stage):

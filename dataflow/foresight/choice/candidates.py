@@ -10,8 +10,8 @@ from functools import cache, partial
 from typing import Any
 
 from dataflow.foresight.catalogue import DeviceKind, device_kind
-from dataflow.foresight.counts import counts_of, decoder_of
-from dataflow.foresight.foresee import only, size_of
+from dataflow.foresight.counts import counts_of, decoder_of, size_of
+from dataflow.foresight.foresee import only
 from dataflow.foresight.rates import ASSUMED, Rates
 from dataflow.foresight.training import Learners, waits_s
 from dataflow.foresight.workload import Workload

@@ -12,7 +12,8 @@ from typing import Any
 
 from dataflow.errors import GraphError
 from dataflow.foresight.choice.candidates import Candidate, candidates
-from dataflow.foresight.foresee import Foreseen, foresee, foreseen_on, ground_of, only, size_of
+from dataflow.foresight.counts import size_of
+from dataflow.foresight.foresee import Foreseen, foresee, foreseen_on, ground_of, only
 from dataflow.foresight.rates import ASSUMED_CONSTANTS, Constants
 from dataflow.foresight.report import number
 from dataflow.foresight.scenarios import Foreground

@@ -19,7 +19,7 @@ import torch
 
 from dataflow.records import AnyArray
 from operators.engine.attention import AttentionLayout, Kernel, KVCache
-from operators.engine.pages import PAGE, pages_for
+from operators.engine.pages import AHEAD, PAGE, pages_for
 from operators.engine.rows import Rows, put
 from operators.engine.sampler import Draw, DrawKind, RowSampling
 
@@ -29,9 +29,6 @@ FINE = 64
 LEAST_TOKENS = 1024
 """Rows up to this length share a bucket; above it a bucket holds twice the length of the one
 before."""
-
-AHEAD = 512
-"""New tokens of prefixes that a replayed step takes as rows beside the live ones."""
 
 
 def buckets(slots: int) -> tuple[int, ...]:

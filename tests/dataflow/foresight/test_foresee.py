@@ -15,7 +15,8 @@ from dataflow.foresight.calibration import read_constants
 from dataflow.foresight.choice.candidates import candidates
 from dataflow.foresight.choice.search import choose, ways
 from dataflow.foresight.command import read_devices
-from dataflow.foresight.foresee import Foreseen, foresee, size_of
+from dataflow.foresight.counts import size_of
+from dataflow.foresight.foresee import Foreseen, foresee
 from dataflow.foresight.kernel_tables import _read
 from dataflow.foresight.lengths import mean_staleness
 from dataflow.foresight.report import lines

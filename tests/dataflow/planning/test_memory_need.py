@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from bench.memory.planned import CONFIGS, write
 from dataflow import Graph, GraphError, Model
 from dataflow.model import LoRA
 from dataflow.model_files import start_fault
@@ -87,8 +88,10 @@ def test_a_trainer_needs_weights_gradients_moments_and_what_its_passes_keep() ->
     assert parts(made, "generator") == {
         "weights": 2 * GIB,
         "KV-cache": KV,
-        "a forward pass": 2048 * 2 * (4 * 2048 + 3 * 8192) + 256 * (1 << 16) * 14,
-        "captured steps": 256 * 2 * (4 * 2048 + 3 * 8192) + 256 * (1 << 16) * 14,
+        "a forward pass": 2048 * 2 * (4 * 2048 + 3 * 8192)
+        + 2 * 2 * 4096 * 1024
+        + 256 * (1 << 16) * 14,
+        "captured steps": (256 + 512) * 2 * (4 * 2048 + 3 * 8192) + 256 * (1 << 16) * 14,
     }
 
 
@@ -123,23 +126,7 @@ def test_a_trainer_needs_what_it_took_on_an_h200(
     """Peak memory in docs/figures.md: Qwen3-1.7B, four rollouts of 2,048 tokens in one
     micro-batch, measured while layers computed with float32 weights.
     """
-    policy = tmp_path / "qwen3-1.7b"
-    policy.mkdir()
-    (policy / "config.json").write_text(
-        json.dumps(
-            {
-                "model_type": "qwen3",
-                "num_hidden_layers": 28,
-                "hidden_size": 2048,
-                "intermediate_size": 6144,
-                "head_dim": 128,
-                "num_attention_heads": 16,
-                "num_key_value_heads": 8,
-                "vocab_size": 151936,
-                "tie_word_embeddings": True,
-            }
-        )
-    )
+    policy = write(CONFIGS["qwen3-1.7b"], tmp_path)
     graph, model = Graph("bench"), Model(str(policy), dtype="bfloat16")
     generator = Generator(model, group_size=4, max_tokens=2048)
     trainer = Trainer(

@@ -131,15 +131,17 @@ def test_who_has_sent_rows_of_a_group_is_known_as_long_as_it_is_held() -> None:
 
 def test_a_group_that_comes_again_after_it_has_left_is_told_of() -> None:
     """Its answer goes to the new sender; before it has left, that is among the askers anyway."""
-    repeated: list[tuple[object, str]] = []
-    held = Acknowledgements(repeated=lambda group, sender: repeated.append((group, sender)))
+    repeated: list[tuple[int, str]] = []
+    held = Acknowledgements(
+        repeated={"talk": lambda number, sender: repeated.append((number, sender))}
+    )
     for sender in ("talk-0", "talk-1"):
         held.arrive("talk", "talk", {7: lambda: None}, sender)
     assert not repeated
     held.sent("talk", [7], 1)
     held.done("talk", "talk", [7])
     assert held.arrive("talk", "talk", {7: lambda: None}, "talk-2") == []
-    assert repeated == [(("talk", 7), "talk-2")]
+    assert repeated == [(7, "talk-2")]
 
 
 def test_branches_and_sources_are_told_apart() -> None:

@@ -50,14 +50,14 @@ def passes(
         context_tokens=context,
         new_tokens=PREFILL,
         token_bytes=token_bytes,
-        **{"captures": True, **knobs},
+        **{"captured": 512, **knobs},
     )
 
 
 def of_model(weights: int, *, token_bytes: int, arriving: int | None = None) -> Budget:
     """A generator's in bfloat16 on an H100, as a version of the same size arrives."""
     engine = passes([], token_bytes=token_bytes)
-    memory = FakeMemory(H100, weights, PASS + engine.page_bytes(engine.new_tokens), STEP)
+    memory = FakeMemory(H100, weights, PASS + engine.prefill_bytes, STEP)
     return measured(engine, memory, arriving=weights if arriving is None else arriving)
 
 
@@ -83,20 +83,38 @@ def test_where_two_versions_do_not_fit_the_refusal_has_the_parts_and_says_what_t
 
 
 def test_the_largest_prefill_and_a_step_of_all_slots_are_made_before_the_cache() -> None:
-    for context in (64, 8192):
+    for context in (64, 4096, 8192):
         calls: list[int] = []
         engine = passes(calls, token_bytes=4, context=context)
         measured(engine, FakeMemory(10 * GB, 0, GB, GB), arriving=0)
-        assert calls == [PREFILL, 256]
+        assert calls == [PREFILL, 256 + 512]
     calls = []
-    engine = passes(calls, token_bytes=4, captures=False)
+    engine = passes(calls, token_bytes=4, captured=0)
     assert measured(engine, FakeMemory(10 * GB, 0, GB), arriving=0).graphs == 0
     assert calls == [PREFILL]
 
 
+@pytest.mark.parametrize(
+    ("context", "prefixes"),
+    [
+        (1000, [(1000, 0)] * 4 + [(96, 0)]),
+        (4096, [(4096, 0)]),
+        (8192, [(8192, 256)]),
+        (40960, [(40960, 2304)]),
+    ],
+)
+def test_the_largest_pass_is_at_the_end_of_the_longest_prompt(
+    context: int, prefixes: list[tuple[int, int]]
+) -> None:
+    """Its keys and values are gathered from all the pages before it."""
+    engine = passes([], token_bytes=4, context=context)
+    assert engine.prefixes == prefixes
+    assert engine.prefill_bytes == sum(-(-length // PAGE) for length, _ in prefixes) * PAGE * 4
+
+
 def test_pages_of_the_prefill_are_no_part_of_what_stays_taken() -> None:
     engine = passes([], token_bytes=1000)
-    memory = FakeMemory(10 * GB, GB, 4096 * 1000 + 77, 5)
+    memory = FakeMemory(10 * GB, GB, 8192 * 1000 + 77, 5)
     budget = measured(engine, memory, arriving=GB)
     assert budget == Budget(free=9 * GB, whole=10 * GB, arriving=GB, passes=77, graphs=5)
 
@@ -110,7 +128,7 @@ def test_an_engine_takes_the_pages_that_its_budget_allows(
     rest = 10**6
 
     def budget(engine: EnginePasses) -> int:
-        pages = engine.page_bytes(engine.new_tokens)
+        pages = engine.prefill_bytes
         free = 7 * PAGE * own + rest
         whole = round(free / FILLED)
         memory = FakeMemory(whole, 0, pages + rest)

@@ -7,7 +7,6 @@ import torch
 from dataflow.tokens.rollout_tokens import RolloutTokens
 from operators.engine.attention import AttentionLayout, KVCache
 from operators.engine.cuda.graphs import (
-    AHEAD,
     GraphedDecode,
     GraphReplays,
     Repeats,
@@ -16,7 +15,7 @@ from operators.engine.cuda.graphs import (
     lengths,
 )
 from operators.engine.interface import Row
-from operators.engine.pages import Prefix
+from operators.engine.pages import AHEAD, Prefix
 from operators.engine.rows import Rows
 from operators.engine.sampler import Draw, Sampling, kind_of, knob_columns
 

@@ -10,9 +10,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from operators.engine import decode
 from operators.engine.build import adapt
-from operators.engine.cuda.graphs import AHEAD
 from operators.engine.decode import Engine
 from operators.engine.interface import ABORTED, STOPPED, TOO_LONG, PromptStart
+from operators.engine.pages import AHEAD
 from operators.engine.parallel.lockstep import state_of
 from operators.engine.sampler import Sampling
 from operators.engine.stop_strings import StopStrings
