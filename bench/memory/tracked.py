@@ -23,10 +23,11 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.testing._internal.distributed.fake_pg import FakeStore
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_map_only
 from torch.utils.weak import WeakIdKeyDictionary
 
@@ -249,6 +250,13 @@ def _as_on_a_gpu(storages: Storages) -> Iterator[None]:
         with storages.paused():  # whole tensors, for their shapes
             return inferred(*arguments, **named)
 
+    def by_numbers(make: Callable[..., Any]) -> Callable[..., Any]:
+        def made(*arguments: Any) -> Any:
+            with _disable_current_modes():
+                return make(*arguments)
+
+        return made
+
     def without_gradients(learner: Learner) -> None:
         for weight in learner.parameters.values():
             weight.grad = None
@@ -256,12 +264,15 @@ def _as_on_a_gpu(storages: Storages) -> Iterator[None]:
     with (
         warnings.catch_warnings(),
         mock.patch.object(torch.UntypedStorage, "resize_", resized),
+        mock.patch.object(DeviceMesh, "_concatenate", by_numbers(DeviceMesh._concatenate)),
+        mock.patch.object(DeviceMesh, "__getitem__", by_numbers(DeviceMesh.__getitem__)),
         mock.patch.object(ShardingPropagator, "_propagate_tensor_meta_non_cached", uncounted),
         mock.patch.object(F, "scaled_dot_product_attention", _flash),
         mock.patch.object(prefill, "serves_ragged", lambda *arguments: True),
         mock.patch.object(prefill, "ragged", lambda query, *others: torch.empty_like(query)),
         mock.patch.object(torch, "searchsorted", _evenly),
         mock.patch.object(packed_attention, "_tree_blocks", packed_attention._whole_rows),
+        mock.patch.object(head, "pairs_within", _of_share),
         mock.patch.object(head, "CPU_SLICE", head.GPU_SLICE),
         mock.patch.object(head, "multiplies_bfloat16", lambda: False),
         mock.patch.object(shard, "exchange_directly", lambda layer, buffer: None),
@@ -291,6 +302,11 @@ def _flash(
         query, key, value, dropout_p, is_causal, scale=scale
     )[0]
     return out
+
+
+def _of_share(rows: torch.Tensor, own: slice) -> torch.Tensor:
+    """As many pairs as rows, which each has one."""
+    return torch.arange(min(len(rows), own.stop - own.start))
 
 
 def _evenly(ids: torch.Tensor, edges: torch.Tensor) -> Any:

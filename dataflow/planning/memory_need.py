@@ -128,7 +128,7 @@ class Passes:
     def _head(self, tokens: int) -> int:
         size = self.size
         vocabulary = size.largest_end // size.width if size.width else 0
-        logits = tokens * vocabulary
+        logits = -(-tokens // self.shares) * vocabulary  # of this rank's rows
         logits_kept = int(min(_MOST_KEPT * logits, _KEPT_OF_WEIGHT * size.largest_end))
         gradient = self.of_input * size.largest_end if self.trains else 0
         slices = 2 * min(_SLICE if self.on_gpu else _CPU_SLICE, logits)
@@ -198,7 +198,12 @@ def need_of(
             size.kept_bytes(model.dtype, refresh, model.lora) for refresh in refreshes
         )
     shares = ranks // operator.traits.split.dp_replicate
-    parts = {name: whole // shares for name, whole in parts.items()}
+    cut_alike = {"adapters", "gradients", "optimiser", "refreshed"} if model.lora else set()
+    held = size.held_numbers(operator.traits.split.tensor_parallel if operator.trains else 1)
+    parts = {
+        name: whole // shares if name in cut_alike else whole * held // (shares * size.parameters)
+        for name, whole in parts.items()
+    }
     if shares > 1 and not operator.trains and not isinstance(operator, Generate):
         parts["embedding or head while it computes"] = size.largest_end * bytes_of(model.dtype)
     grows: dict[str, int] = {}
@@ -261,7 +266,9 @@ def _version(
         return 0
     if not in_turn and operator.trains and not is_one and operator.traits.training.copies_weights:
         shares = ranks // operator.traits.split.dp_replicate
-        return 2 * size.sent_bytes(model.dtype, model.lora, shares)
+        copies = 2 * size.sent_bytes(model.dtype, model.lora, shares)
+        held = size.held_numbers(operator.traits.split.tensor_parallel)
+        return copies if model.lora else copies * held // size.parameters
     if not in_turn and is_one != operator.trains:
         return 0
     formats = {reader.quantized for reader in readers_of(graph, read[0].weights.trainer.name)}

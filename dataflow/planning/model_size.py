@@ -61,6 +61,13 @@ class ModelSize:
         """Parameters of all linear layers."""
         return sum(rows * columns for _, rows, columns in self.linear)
 
+    def held_numbers(self, tensor_parallel: int) -> int:
+        """Parameters of all ranks of a trainer together, so many of which share out each layer and
+        each hold what the others do of embedding and head.
+        """
+        ends = self.largest_end * (1 if self.tied else 2)
+        return self.parameters + (tensor_parallel - 1) * ends
+
     @property
     def key_width(self) -> int:
         """Width of a token's keys in a layer."""

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -84,7 +85,14 @@ def logprobs_of_head(
         def compute(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
             hidden_U_D = hidden if rows_U is None else hidden[rows_U]
             outputs = logprobs_of_hidden(
-                hidden_U_D, weight, bias, selection, shape, entropy=entropy, direct=model.direct
+                hidden_U_D,
+                weight,
+                bias,
+                selection,
+                shape,
+                entropy=entropy,
+                direct=model.direct,
+                alike=model.alike,
             )
             return torch.stack([values for values in outputs if values is not None], -1)
 
@@ -151,6 +159,8 @@ class Policy:
         self._vocabulary = int(module.config.get_text_config().vocab_size)
         self._head: HeadModule | None = None
         self.direct: DirectGradients | None = None
+        self.alike: dist.ProcessGroup | None = None
+        """Ranks that share out its layers and, once they all train, the rows of its head."""
         self.packs = False
         if packed is None or packed:
             self.packs = switch_to_packed(module, self._probed, self.compute, must=bool(packed))

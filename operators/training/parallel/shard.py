@@ -27,6 +27,7 @@ from operators.models.loading import fill, map_large_blocks
 from operators.models.slices import held
 from operators.training.learner.build import forward_of, learner_of
 from operators.training.learner.copies import adds_up_in_float32
+from operators.training.learner.policy import Policy
 from operators.training.learner.together import local
 from operators.training.parallel.mesh import MeshTogether, TrainerMesh
 
@@ -236,10 +237,14 @@ class Sharded:
                 exchange_directly(shard, buffer)
         self._whole: Any = whole
         self._forward: Forward | None = None
+        tensor = mesh["tp"]
+        self._alike = tensor.get_group() if tensor.size() > 1 else None
 
     def computes_by(self, forward: Forward, device: torch.device) -> None:
         """Say how it computes."""
         forward._device = device  # type: ignore[attr-defined]
+        if isinstance(forward, Policy):
+            forward.alike = self._alike
         self._forward = forward
 
     def take_memory(self, device: torch.device) -> None:
@@ -396,8 +401,8 @@ def cut(module: Any, mesh: TrainerMesh, name: str) -> None:
     """Leave in each layer of `module` this rank's slices of its matrices; the ends of the model
     stay whole.
 
-    The losses read log-probabilities from the head's weight directly, so it is not cut; FSDP shards
-    it all the same. Raises ModelError as `heads_of`, and where an adapted layer is cut in a way
+    The head's rows are shared out instead (`head.logprobs_of_hidden`); FSDP shards its weight all
+    the same. Raises ModelError as `heads_of`, and where an adapted layer is cut in a way
     that its adapters cannot be.
     """
     from transformers.distributed.tensor_parallel import apply_tensor_parallelism

@@ -34,12 +34,25 @@ def check(case: Case, folder: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("ranks", "micro_batches", "checkpointed"), [(1, 1, True), (2, 1, False), (8, 2, True)]
+    ("ranks", "tensor_parallel", "micro_batches", "checkpointed"),
+    [
+        (1, 1, 1, True),
+        (2, 1, 1, False),
+        (8, 1, 2, True),
+        (4, 2, 2, False),
+        pytest.param(8, 4, 2, True, marks=pytest.mark.slow),
+    ],
 )
 def test_a_plan_counts_what_a_rank_takes(
-    ranks: int, micro_batches: int, checkpointed: bool, tmp_path: Path
+    ranks: int, tensor_parallel: int, micro_batches: int, checkpointed: bool, tmp_path: Path
 ) -> None:
-    case = Case(model="middle", ranks=ranks, micro_batches=micro_batches, checkpointed=checkpointed)
+    case = Case(
+        model="middle",
+        ranks=ranks,
+        micro_batches=micro_batches,
+        checkpointed=checkpointed,
+        knobs=(("tensor_parallel", tensor_parallel),),
+    )
     check(case, write(MIDDLE, tmp_path))
 
 

@@ -1,9 +1,12 @@
 """Laws of the sliced head: numbers and gradients of all logits, without ever holding them."""
 
+import dataclasses
+
 import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from ranks_rig import in_a_fork, led
 from torch import Tensor
 from trainer_rig import VOCABULARY, group, rows_of, tiny_learner, tiny_llama, tiny_trainer
 from transformers import (
@@ -219,6 +222,39 @@ def test_only_gradients_that_are_needed_are_computed(wants_entropy):
         logprobs_of_hidden(*given, wanted, Shape(), entropy=wants_entropy)[0].sum().backward()
         torch.testing.assert_close(given[index].grad, wanted_grad)
         assert all(tensor.grad is None for at, tensor in enumerate(given) if at != index)
+
+
+def _shared_out(learner: object, rank: int, ranks: int) -> list[list[list[float]]]:
+    """Numbers and gradients that a rank has, of weight and bias the mean; of few rows and of many,
+    with what truncation left and without.
+    """
+    found = []
+    for kept in (False, True):
+        for rows in (ROWS, 2):
+            (hidden, weight, bias), wanted = _made(torch.float64, bias=True, kept=kept)
+            if rows < ROWS:
+                wanted = dataclasses.replace(wanted, head_T=wanted.head_T % rows)
+            given = [each.detach().requires_grad_() for each in (hidden[:rows], weight, bias)]
+            shape = Shape(scale=0.8, cap=3.0)
+            one = _all(logprobs_of_hidden(*given, wanted, shape, entropy=True), given)
+            shared = logprobs_of_hidden(
+                *given, wanted, shape, entropy=True, alike=torch.distributed.group.WORLD
+            )
+            of_rank = _all(shared, given)
+            for gradient in of_rank[3:]:
+                torch.distributed.all_reduce(gradient)
+                gradient /= ranks
+            found += [[each.flatten().tolist() for each in all_] for all_ in (one, of_rank)]
+    return found
+
+
+@in_a_fork
+def test_ranks_that_share_the_rows_out_have_the_numbers_and_gradients_of_one():
+    with led(tiny_trainer(), 3) as learner:
+        for of_rank in learner.everywhere(_shared_out):
+            for one, shared in zip(of_rank[::2], of_rank[1::2], strict=True):
+                for wanted, found in zip(one, shared, strict=True):
+                    np.testing.assert_allclose(found, wanted, rtol=1e-12, atol=1e-14)
 
 
 def test_without_tokens_there_is_nothing_and_the_weights_gradient_is_zero():

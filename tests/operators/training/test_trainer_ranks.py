@@ -27,7 +27,7 @@ from operators.losses import aipo, value_loss
 from operators.models.folders import ModelError
 from operators.trainer import Trainer
 from operators.training.checkpoints import checkpoint
-from operators.training.learner import build
+from operators.training.learner import build, policy
 from operators.training.learner.build import forward_of, learner_of
 from operators.training.learner.cpu import multiplies_bfloat16
 from operators.training.steps import NewLogprobs
@@ -83,12 +83,20 @@ def same_logprobs(one, other):
             np.testing.assert_allclose(other.rollouts[number], values, rtol=1e-4, atol=1e-5)
 
 
+def head_ranks(learner, rank, ranks):
+    """How many share out the rows of the head."""
+    alike = learner.forward._forward.alike
+    return 1 if alike is None else alike.size()
+
+
 def compare(trainer, ranks, given=None, make=None, **heads):
     """Losses, norms, measures and weights of so many ranks are those of one."""
     given = given or steps()
     one = make() if make else tiny_learner(trainer)
     expected = train(one, given)
     with led(trainer, ranks, make, **heads) as learner:
+        if trainer.model.head == "lm":
+            assert learner.everywhere(head_ranks) == [trainer.tensor_parallel] * ranks
         found = train(learner, given)
         held = weights(learner)
         computed = NewLogprobs.of(learner)
@@ -160,7 +168,9 @@ def test_ranks_that_shard_the_data_make_the_steps_of_one(ranks, knobs):
     ids=str,
 )
 @in_a_fork
-def test_ranks_that_share_out_matrices_make_the_steps_of_one(ranks, knobs):
+def test_ranks_that_share_out_matrices_make_the_steps_of_one(ranks, knobs, monkeypatch):
+    """They share out the rows of the head too, as they do where all logits would be too many."""
+    monkeypatch.setattr(policy, "MOST_LOGITS", 0)
     compare(
         tiny_trainer(micro_batch_tokens=40, tensor_parallel=2, max_grad_norm=0.1, eps=EPS, **knobs),
         ranks,
