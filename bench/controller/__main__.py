@@ -1,11 +1,14 @@
 """The scheduler of a run over many hosts: processor share, time from a heartbeat to what follows,
 start, memory.
 
-python -m bench.controller [--workers 64 512 4096] [--seconds 20] [--json FILE] [--profile FILE]
+python -m bench.controller [--ranks 1024] [--workers 64 512 4096] [--seconds 20] [--json FILE]
+[--profile FILE]
 
 The scheduler is the product's, with its sockets over tcp and CURVE, its table, its snapshot and its
 view; agents and workers are played by another process (`bench.controller.played`). Eight workers to
-a host.
+a host. --ranks: generators of 8 ranks each, and a trainer that has half of all ranks. Of a worker
+of several ranks the first alone speaks to the scheduler, so 1,024 ranks are 66 workers and 128
+agents. Beside it workers ask the service of the ledger (`bench.controller.callers`).
 """
 
 import argparse
@@ -26,16 +29,22 @@ from typing import Any
 import psutil
 from msgspec import structs
 
-from bench.controller.cast import Call, graph, hosts, planned
+from bench.controller.callers import GROUPS, SOURCE, TRAINER, Calls
+from bench.controller.cast import Call, Size, graph, planned
 from bench.report import Report
+from dataflow.agent.forkserver_client import Event
 from dataflow.agent.messages import Begin, Built
+from dataflow.folder.ledger import Ledger
+from dataflow.folder.ledger_service.service import LedgerProcess
 from dataflow.folder.run_folder import RunFolder
 from dataflow.limits import Limits
 from dataflow.runtime import RunSettings
 from dataflow.scheduler.agents import Agents
 from dataflow.scheduler.control import Scheduler
-from dataflow.scheduler.control_server import HostsControlServer
+from dataflow.scheduler.control_server import Client, HostsControlServer
+from dataflow.scheduler.events import Received
 from dataflow.scheduler.progress import ProgressWatch
+from dataflow.scheduler.requests import Request
 from dataflow.system.clocks import RunClock, Seldom
 from dataflow.system.security import RunKeys
 from dataflow.worker.host import Settings
@@ -48,6 +57,7 @@ FILES = 1024
 def main() -> None:
     """Measure each number of workers, and show the figures."""
     parser = argparse.ArgumentParser(prog="python -m bench.controller", description=__doc__)
+    parser.add_argument("--ranks", type=int, nargs="*", default=[1024])
     parser.add_argument("--workers", type=int, nargs="*", default=[64, 512, 4096])
     parser.add_argument("--seconds", type=float, default=20.0)
     parser.add_argument("--json", type=Path)
@@ -57,32 +67,51 @@ def main() -> None:
         resource.RLIMIT_NOFILE, (FILES, resource.getrlimit(resource.RLIMIT_NOFILE)[1])
     )
     report = Report("controller", wishes.json)
-    for workers in wishes.workers:
-        figures = measure(workers, wishes.seconds, wishes.profile)
-        report.add(case="one scheduler", system=f"{workers} workers", **figures)
+    sizes = [Size.of_ranks(ranks) for ranks in wishes.ranks]
+    for size in [*sizes, *(Size(workers=workers) for workers in wishes.workers)]:
+        figures = measure(size, wishes.seconds, wishes.profile)
+        report.add(case="one scheduler", system=size.name, **figures)
     report.show()
 
 
-def measure(workers: int, seconds: float, profile: Path | None) -> dict[str, Any]:
+class CountingServer(HostsControlServer):
+    """Counts the messages of workers."""
+
+    messages = 0
+
+    def wait(
+        self, wait_s: float
+    ) -> tuple[list[Received], list[tuple[Client, Request]], list[Event]]:
+        """As the server's."""
+        heard, requests, events = super().wait(wait_s)
+        self.messages += len(heard)
+        return heard, requests, events
+
+
+def measure(size: Size, seconds: float, profile: Path | None) -> dict[str, Any]:
     """Of one run, from its start to its end."""
     folder = Path(tempfile.mkdtemp(prefix="controller-"))
     try:
         with contextlib.ExitStack() as open_:
-            return _measured(workers, seconds, profile, folder, open_)
+            return _measured(size, seconds, profile, folder, open_)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 
 
 def _measured(
-    workers: int, seconds: float, profile: Path | None, folder: Path, open_: contextlib.ExitStack
+    size: Size, seconds: float, profile: Path | None, folder: Path, open_: contextlib.ExitStack
 ) -> dict[str, Any]:
     for below in ("logs", "rollouts", "checkpoints"):
         (folder / below).mkdir()
     controller, keys = graph(), RunKeys.make()
+    ledger = RunFolder(folder).ledger
+    Ledger.create(ledger, {TRAINER: [SOURCE]}).close()
+    service = open_.enter_context(LedgerProcess())  # while this process has no threads
+    ledger_at = service.serve(ledger, f"tcp://{LISTEN}:*", keys)
     limits = Limits()
     agents = Agents(LISTEN, keys, folder, hang_s=limits.hang_s)
     ours = Built(digest="same")
-    names = [host.name for host in hosts(workers)]
+    names = [host.name for host in size.hosts]
     call = Call(
         address=agents.address,
         keys=keys.to_bytes().hex(),
@@ -90,11 +119,11 @@ def _measured(
         built=structs.asdict(ours),
         folder=str(folder),
     )
-    player = open_.enter_context(_player(call))
+    player = open_.enter_context(_player("played", call.to_line()))
     began = time.monotonic()
     agents.assemble(len(names), limits.start_s)
-    plan = planned(controller, workers)
-    server = HostsControlServer(agents, folder)
+    plan = planned(controller, size)
+    server = CountingServer(agents, folder)
     agents.build(
         Begin(launch={}, inputs={}, whereabouts=asdict(server.whereabouts)), ours, limits.start_s
     )
@@ -120,11 +149,18 @@ def _measured(
     began, busy = time.monotonic(), time.process_time()
     scheduler.start()
     started_s, start_cpu_s = time.monotonic() - began, time.process_time() - busy
+    asking = Calls(
+        ledger=str(ledger),
+        address=ledger_at,
+        keys=keys.to_bytes().hex(),
+        replicas=min(GROUPS, size.workers - 2),
+    )
+    callers = open_.enter_context(_player("callers", asking.to_line()))
     _for(3.0, turn)
     profiler = cProfile.Profile() if profile is not None else None
     if profiler is not None:
         profiler.enable()
-    began, busy = time.monotonic(), time.process_time()
+    began, busy, before = time.monotonic(), time.process_time(), server.messages
     turns = _for(seconds, turn)
     share = (time.process_time() - busy) / (time.monotonic() - began)
     if profiler is not None:
@@ -133,6 +169,8 @@ def _measured(
     process = psutil.Process()
     files, rss = process.num_fds(), process.memory_info().rss
     restarts = sum(record.life.attempt for record in scheduler.table)
+    messages = server.messages - before
+    asked = json.loads(callers.communicate(timeout=60)[0] or "{}")
     closing.close()
     delays = json.loads(player.communicate(timeout=60)[0] or "{}").get("delays", [])
     return {
@@ -142,12 +180,18 @@ def _measured(
         "start cpu s": round(start_cpu_s, 2),
         "share %": round(100 * share, 1),
         "turns/s": round(turns / seconds, 1),
+        "messages/s": round(messages / seconds),
         "delay median ms": _ms(delays, 0.5),
         "delay p99 ms": _ms(delays, 0.99),
         "decisions": len(delays),
         "rss MiB": rss >> 20,
         "files": files,
         "restarts": restarts,
+        **{
+            f"{kind} {name} ms": _ms(asked.get(kind, []), share)
+            for kind in ("issue", "mark", "commit")
+            for name, share in (("median", 0.5), ("p99", 0.99))
+        },
     }
 
 
@@ -167,19 +211,19 @@ def _ms(delays: list[float], share: float) -> float | None:
 
 
 @contextlib.contextmanager
-def _player(call: Call) -> Iterator[subprocess.Popen[str]]:
-    """The hosts, in a process of their own, which may open as many files as it likes."""
+def _player(module: str, line: str) -> Iterator[subprocess.Popen[str]]:
+    """Hosts or callers, in a process of their own, which may open as many files as it likes."""
 
     def more() -> None:
         hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
-    command = [sys.executable, "-m", "bench.controller.played"]
+    command = [sys.executable, "-m", f"bench.controller.{module}"]
     with subprocess.Popen(
         command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, preexec_fn=more
     ) as player:
         assert player.stdin is not None
-        player.stdin.write(call.to_line() + "\n")
+        player.stdin.write(line + "\n")
         player.stdin.flush()
         try:
             yield player

@@ -17,9 +17,30 @@ EDGES = {"generator": "prompts>generator:prompts", "trainer": "generator>trainer
 """By worker, the edge that ends there."""
 
 
-def hosts(workers: int) -> list[Host]:
-    """So many as they need."""
-    return [Host(name=f"h{number}", cpus=PER_HOST) for number in range(max(1, workers // PER_HOST))]
+@dataclass(frozen=True, kw_only=True)
+class Size:
+    """Of a run."""
+
+    workers: int
+    """That speak to the scheduler: of a replica of several ranks the first."""
+    ranks: int = 0
+    """Of generators of 8 ranks each and of a trainer that has half of all; 0: a worker is one."""
+
+    @classmethod
+    def of_ranks(cls, ranks: int) -> "Size":
+        """The run that has so many: prompts, a trainer, generators."""
+        return cls(workers=2 + ranks // 2 // PER_HOST, ranks=ranks)
+
+    @property
+    def hosts(self) -> list[Host]:
+        """So many as their ranks need."""
+        count = max(1, (self.ranks or self.workers) // PER_HOST)
+        return [Host(name=f"h{number}", cpus=PER_HOST) for number in range(count)]
+
+    @property
+    def name(self) -> str:
+        """For a row."""
+        return f"{self.ranks} ranks" if self.ranks else f"{self.workers} workers"
 
 
 def graph() -> Graph:
@@ -31,9 +52,9 @@ def graph() -> Graph:
     return controller
 
 
-def planned(controller: Graph, workers: int) -> Plan:
+def planned(controller: Graph, size: Size) -> Plan:
     """All but two are generators."""
-    return plan(controller, Devices.of(hosts(workers)), replicas={"generator": workers - 2})
+    return plan(controller, Devices.of(size.hosts), replicas={"generator": size.workers - 2})
 
 
 @dataclass(frozen=True)

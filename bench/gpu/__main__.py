@@ -13,10 +13,11 @@ roofline_share: the time that reading weights and every row's keys and values ta
 measured in the same run, over the time taken. floor_share: the same with the pages of a shared
 prompt counted once per group.
 
+shared: a whole graph with generator and trainer on this GPU, see bench.gpu.shared.
+public: nano-vllm's benchmark of 256 requests, see bench.gpu.public.
 attention: one layer's decode attention by itself, for several tilings of the kernel.
 weights: new versions from one process to another on the same GPU, see bench.gpu.weights.
 trainer: one training step of a 1.7 B model in several ways, see bench.gpu.trainer.
-shared: a whole graph with generator and trainer on this GPU, see bench.gpu.shared.
 
 A row that exceeds its time stops there, and `tokens` says how far it came; what does not fit into
 --minutes is skipped.
@@ -36,6 +37,7 @@ import torch
 from rich.console import Console
 
 from bench.gpu.attention import measure_attention
+from bench.gpu.public import measure_public
 from bench.gpu.shared import measure_shared
 from bench.gpu.systems import (
     HF,
@@ -57,7 +59,8 @@ from bench.gpu.weights import WEIGHTS_S, measure_weights
 from bench.report import Figure, Report
 
 ROOT = Path(__file__).parents[2]
-PARTS = ("tests", "ours", "hf", "attention", "weights", "trainer", "shared")
+PARTS = ("shared", "public", "tests", "weights", "ours", "trainer", "attention", "hf")
+"""In this order, the synchronous graph of `shared` after all but hf."""
 TESTS_S, OURS_S, HF_S, ATTENTION_S = 120.0, 20.0, 30.0, 30.0
 """Most seconds of each part: of a row, for ours and hf."""
 HF_LEAST_S = {"hf_dynamic": 40.0, "hf_static": 150.0}
@@ -105,7 +108,13 @@ def main(arguments: list[str] | None = None) -> int:
     report, clock = Report("gpu", options.json), Clock(options.minutes * 60)
     models, load = (TINY, TINY_LOAD) if options.tiny else (MODELS, Load())
     parts = options.only or PARTS
-    failed = "tests" in parts and not _tests(device, clock, report)
+    failed = False
+    if "shared" in parts:
+        failed |= not measure_shared(report, "async", clock.left, device, options.tiny)
+    if "public" in parts:
+        failed |= not measure_public(report, lambda: clock.left, device, options.tiny)
+    if "tests" in parts:
+        failed |= not _tests(device, clock, report)
     bandwidth = measure_bandwidth(device, 1 << (24 if options.tiny else 32))
     report.add(case="machine", system=_name(device), bytes_per_s=bandwidth, torch=torch.__version__)
 
@@ -117,17 +126,17 @@ def main(arguments: list[str] | None = None) -> int:
             done &= _row(report, granted, device, bandwidth, name, system, shape, run, load)
         return done
 
+    if "weights" in parts:
+        failed |= not measure_weights(report, min(WEIGHTS_S, clock.left), device, options.tiny)
     if "ours" in parts:
         for system in _served(device):
             failed |= not measure(system, ours, OURS_S, OURS_S)
-    if "attention" in parts:
-        measure_attention(report, min(ATTENTION_S, clock.left), device, bandwidth, models, load)
-    if "weights" in parts:
-        failed |= not measure_weights(report, min(WEIGHTS_S, clock.left), device, options.tiny)
     if "trainer" in parts:
         failed |= not measure_trainer(report, min(TRAINER_S, clock.left), device, options.tiny)
+    if "attention" in parts:
+        measure_attention(report, min(ATTENTION_S, clock.left), device, bandwidth, models, load)
     if "shared" in parts:
-        failed |= not measure_shared(report, lambda: clock.left, device, options.tiny)
+        failed |= not measure_shared(report, "sync", clock.left, device, options.tiny)
     if "hf" in parts:
         for system in HF:
             failed |= not measure(system, hf, HF_S, HF_LEAST_S[system])

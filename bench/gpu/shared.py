@@ -1,9 +1,9 @@
-"""A whole graph that shares one GPU: generator and trainer as two processes, synchronous and
-asynchronous.
+"""A whole graph that shares one GPU: generator and trainer as two processes, asynchronous and
+synchronous.
 
     python -m bench.gpu --only shared
 
-max_staleness 0 (sync) and 4 (async); rollouts_per_s over the steps after the first ones, of a model
+max_staleness 4 (async) and 0 (sync); rollouts_per_s over the steps after the first ones, of a model
 of random weights whose completions are all as long as they may be. Each graph is run by a process
 of its own.
 """
@@ -15,7 +15,7 @@ import json
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from bench.gpu.systems import TINY, Shape, make_model
+from bench.gpu.systems import QWEN3_06B, TINY, Shape, make_model
 from bench.gpu.trainer import LEAST_S
 from bench.report import Figure, Report
 
@@ -46,73 +46,54 @@ class Sharing:
     max_tokens: int = 256
 
 
-SHARED = Sharing(
-    shape=Shape(
-        family="Qwen3Config",
-        sizes={
-            "vocab_size": 151936,
-            "hidden_size": 1024,
-            "intermediate_size": 3072,
-            "num_hidden_layers": 28,
-            "num_attention_heads": 16,
-            "num_key_value_heads": 8,
-            "head_dim": 128,
-        },
-    )
-)
+SHARED = Sharing(shape=QWEN3_06B)
 """Qwen3-0.6B's sizes: a tokenizer of words beside a Qwen 2 is read as that family's own, which
 knows none of them."""
 TINY_SHARED = Sharing(
     shape=TINY["tiny"], steps=3, warm=1, prompts_per_step=2, group_size=2, max_tokens=8
 )
-STALENESS = {"sync": 0, "async": 4}
+STALENESS = {"async": 4, "sync": 0}
 
 
 def measure_shared(
-    report: Report, remaining_s: Callable[[], float], device: torch.device, tiny: bool = False
+    report: Report, system: str, seconds: float, device: torch.device, tiny: bool = False
 ) -> bool:
-    """A row for the synchronous graph and for the asynchronous one, each in a process of its own;
-    whether none failed.
-
-    remaining_s: seconds for everything that is still to come.
+    """A row for the graph of this staleness, in a process of its own, within `seconds`; whether it
+    did not fail.
     """
-    whole = True
-    for system in STALENESS:
-        most = min(SHARED_S, remaining_s())
-        if most < LEAST_S:
-            report.add(case="shared", system=system, skipped="too little time is left")
-            continue
-        with tempfile.TemporaryDirectory() as folder:
-            out = Path(folder) / "figures.json"
-            command = [
-                sys.executable,
-                "-m",
-                "bench.gpu.shared",
-                system,
-                device.type,
-                str(int(tiny)),
-                str(out),
-            ]
-            try:
-                done = subprocess.run(
-                    command,
-                    cwd=ROOT,
-                    timeout=most,
-                    stdin=subprocess.DEVNULL,
-                    stdout=subprocess.PIPE,
-                    stderr=subprocess.STDOUT,
-                    text=True,
-                    check=False,
-                )
-                if done.returncode:
-                    print(done.stdout, file=sys.stderr)
-                failed = {"skipped": f"failed: {done.stdout[-400:]}"}
-                figures = failed if done.returncode else json.loads(out.read_text())
-            except subprocess.TimeoutExpired:
-                figures = {"skipped": f"failed: did not end within {most:.0f} s"}
-        whole &= "skipped" not in figures
-        report.add(case="shared", system=system, **figures)
-    return whole
+    if seconds < LEAST_S:
+        report.add(case="shared", system=system, skipped="too little time is left")
+        return True
+    with tempfile.TemporaryDirectory() as folder:
+        out = Path(folder) / "figures.json"
+        command = [
+            sys.executable,
+            "-m",
+            "bench.gpu.shared",
+            system,
+            device.type,
+            str(int(tiny)),
+            str(out),
+        ]
+        try:
+            done = subprocess.run(
+                command,
+                cwd=ROOT,
+                timeout=min(SHARED_S, seconds),
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+                check=False,
+            )
+            if done.returncode:
+                print(done.stdout, file=sys.stderr)
+            failed = {"skipped": f"failed: {done.stdout[-400:]}"}
+            figures = failed if done.returncode else json.loads(out.read_text())
+        except subprocess.TimeoutExpired:
+            figures = {"skipped": f"failed: did not end within {min(SHARED_S, seconds):.0f} s"}
+    report.add(case="shared", system=system, **figures)
+    return "skipped" not in figures
 
 
 def run_shared(system: str, device: str, sharing: Sharing) -> dict[str, Figure]:

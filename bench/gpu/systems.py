@@ -5,13 +5,19 @@ from __future__ import annotations
 import hashlib
 import json
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
 from bench.gpu.timing import wait
+
+if TYPE_CHECKING:  # so that the command line is there at once
+    from operators.engine.decode import Engine
+    from operators.engine.interface import PromptStart
+    from operators.engine.sampler import Sampling
 
 STEP_TOKENS = 4096
 """Prompt tokens that start in one step, as in the generator."""
@@ -43,6 +49,18 @@ class Shape:
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
+QWEN3_06B = Shape(
+    family="Qwen3Config",
+    sizes={
+        "vocab_size": 151936,
+        "hidden_size": 1024,
+        "intermediate_size": 3072,
+        "num_hidden_layers": 28,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+    },
+)
 MODELS = {
     "qwen2.5-0.5b": Shape(
         family="Qwen2Config",
@@ -136,13 +154,38 @@ def prompts(load: Load, vocabulary: int) -> list[Any]:
 
 def ours(model: Any, system: str, load: Load, seconds: float) -> Run:
     """Our engine, driven as the generator drives it."""
-    from operators.engine.build import adapt
-    from operators.engine.cuda.fuse import fuse_layers
-    from operators.engine.decode import Engine
     from operators.engine.interface import PromptStart
     from operators.engine.sampler import Sampling
 
     begun = time.monotonic()
+    context_tokens = load.prompt + load.tokens
+    engine = engine_of(model, system, load.rollouts, context_tokens, Sampling(), begun + seconds)
+    groups = prompts(load, engine.vocabulary)
+
+    def starts(tokens: int) -> list[PromptStart]:
+        tickets = [range(at * load.group, (at + 1) * load.group) for at in range(len(groups))]
+        return [
+            PromptStart(prompt=prompt, limit=load.prompt + tokens, tickets=rows, seeds=rows)
+            for prompt, rows in zip(groups, tickets, strict=True)
+        ]
+
+    serve(engine, starts(min(WARM_TOKENS, load.tokens)), begun + 4 * seconds)
+    started = time.monotonic()
+    lengths = serve(engine, starts(load.tokens), started + seconds)
+    note = engine.graphed.replays.refused if engine.graphed is not None else None
+    return Run(
+        lengths=lengths, seconds=time.monotonic() - started, warm_s=started - begun, note=note
+    )
+
+
+def engine_of(
+    model: Any, system: str, slots: int, context_tokens: int, sampling: Sampling, until: float
+) -> Engine:
+    """Our engine in one of `OURS`, its steps captured as far as there is time."""
+    from operators.engine.build import adapt
+    from operators.engine.cuda.fuse import fuse_layers
+    from operators.engine.decode import Engine
+
     choice = OURS[system]
     proof = adapt(model, system)
     cuda = next(model.parameters()).device.type == "cuda"
@@ -155,45 +198,33 @@ def ours(model: Any, system: str, load: Load, seconds: float) -> Run:
         fuse_layers(model)
     engine = Engine(
         model,
-        slots=load.rollouts,
-        context_tokens=load.prompt + load.tokens,
-        sampling=Sampling(),
+        slots=slots,
+        context_tokens=context_tokens,
+        sampling=sampling,
         end_tokens=[],
         kernel=proof.kernel if choice["kernels"] else None,
         token_bytes=proof.token_bytes,
         graphs=choice["graphs"],
         lag=int(cuda and choice["kernels"]),
     )
-    engine.capture(lambda: time.monotonic() < begun + seconds)
-    groups = prompts(load, engine.vocabulary)
+    engine.capture(lambda: time.monotonic() < until)
+    return engine
 
-    def run(tokens: int, until: float) -> list[int]:
-        waiting, lengths = list(enumerate(groups)), []
-        while waiting or engine.live:
-            starts, width = [], 0
-            while waiting and width < STEP_TOKENS:
-                index, prompt = waiting.pop(0)
-                tickets = range(index * load.group, (index + 1) * load.group)
-                starts.append(
-                    PromptStart(
-                        prompt=prompt, limit=load.prompt + tokens, tickets=tickets, seeds=tickets
-                    )
-                )
-                width += len(prompt)
-            ended = engine.step(starts)
-            if time.monotonic() > until:
-                ended, waiting = engine.abort(range(load.rollouts)), []
-            lengths += [len(row.tokens) - row.start for row in ended]
-        wait(engine.device)
-        return lengths
 
-    run(min(WARM_TOKENS, load.tokens), begun + 4 * seconds)
-    started = time.monotonic()
-    lengths = run(load.tokens, started + seconds)
-    note = engine.graphed.replays.refused if engine.graphed is not None else None
-    return Run(
-        lengths=lengths, seconds=time.monotonic() - started, warm_s=started - begun, note=note
-    )
+def serve(engine: Engine, starts: Sequence[PromptStart], until: float) -> list[int]:
+    """Tokens of each completion, in the order in which they end; cut short when time is up."""
+    waiting, lengths = list(starts), []
+    tickets = [ticket for start in starts for ticket in start.tickets]
+    while waiting or engine.live:
+        now: list[PromptStart] = []
+        while waiting and sum(len(start.prompt) for start in now) < STEP_TOKENS:
+            now.append(waiting.pop(0))
+        ended = engine.step(now)
+        if time.monotonic() > until:
+            ended, waiting = [*ended, *engine.abort(tickets)], []
+        lengths += [len(row.tokens) - row.start for row in ended]
+    wait(engine.device)
+    return lengths
 
 
 def hf(model: Any, system: str, load: Load, seconds: float) -> Run:

@@ -40,6 +40,7 @@ from dataflow.scheduler.requests import (
 from dataflow.scheduler.stall_watch import StallWatch
 from dataflow.scheduler.swap_requests import SwapRequests
 from dataflow.scheduler.table import ProcessState, Table, WorkerRecord
+from dataflow.system.clocks import Seldom
 from dataflow.system.files import only_told
 from dataflow.system.messages import Life, Refused
 from dataflow.system.security import RunKeys
@@ -299,11 +300,17 @@ class Scheduler:
             self._take_over()
             return
         self._apply(events.RunBegins())
-        while not (self.table.begun or self.table.run.over):
-            self.turn(0.1)
+        seldom = Seldom()
+
+        def look() -> None:
             progress(
                 [record.name for record in self.table if record.process is not ProcessState.READY]
             )
+
+        while not (self.table.begun or self.table.run.over):
+            self.turn(0.1)
+            seldom(look)
+        look()
 
     def scale(self, wishes: Mapping[str, int]) -> dict[str, dict[str, int]]:
         """Let processes of nodes join, or leave when they have done what they have, until each node

@@ -36,7 +36,7 @@ from dataflow.folder.faults import STOPPED
 from dataflow.limits import drains_too_long, joins_too_long, starts_too_long
 from dataflow.planning.wiring import edges
 from dataflow.scheduler import events, live_changes, recovery, scaling
-from dataflow.scheduler.table import ProcessState, Table, WorkerRecord
+from dataflow.scheduler.table import Membership, ProcessState, Table, WorkerRecord
 from dataflow.worker import messages
 
 
@@ -85,7 +85,7 @@ def _noted(table: Table, commands: list[events.Command], now: float) -> list[eve
         if isinstance(command, events.StartWorker):
             record = table.workers[command.name]
             record.fork(now, table.scheduler)
-            if record is table.joining:
+            if record.membership is Membership.JOINING:
                 table.joins_until = now + table.limits.start_s
             if not table.begun:
                 table.starts_until = now + table.limits.start_s
@@ -166,7 +166,7 @@ def _received(table: Table, event: events.Received, now: float) -> list[events.C
                 commands.append(events.FaultRecovered(name))
                 commands += (
                     _begin(table)
-                    if all(record.process is ProcessState.READY for record in table)
+                    if all(other.process is ProcessState.READY for other in reversed(table))
                     else []
                 )
         case messages.Confirmed():
@@ -213,7 +213,9 @@ def _wire_all(table: Table) -> list[events.Command]:
     for edge, _, consumer in table.edges:
         inlets.setdefault(consumer, []).append(edge)
     if any(
-        edge not in record.addresses for record in table for edge in inlets.get(record.worker, ())
+        edge not in record.addresses
+        for record in reversed(table)
+        for edge in inlets.get(record.worker, ())
     ):
         return []
     unwired = [record for record in table if record.pid and not record.wired]

@@ -435,6 +435,10 @@ class Table:
     def __iter__(self) -> Iterator[WorkerRecord]:
         return iter(self.workers.values())
 
+    def __reversed__(self) -> Iterator[WorkerRecord]:
+        """The last first, which are started last: whoever waits for all looks there first."""
+        return reversed(self.workers.values())
+
     def add(self, record: WorkerRecord) -> None:
         """One worker more."""
         self.workers[record.name] = record

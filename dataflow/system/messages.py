@@ -4,13 +4,14 @@ is cut, and framed messages over a socket pair that only two processes hold.
 
 import array
 import contextlib
+import math
 import os
 import select
 import socket
 import struct
 from collections import deque
 from collections.abc import Iterable, Sequence
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 from dataflow.system.clocks import Countdown
 from transport.codec import (
@@ -103,14 +104,7 @@ class Channel(Generic[M]):
         not take it.
         """
         self.post(message, body=body)
-        if not self._out:
-            return
-        wait = Countdown(self._send_s)
-        while self._out:
-            if select.select([], [self._end], [], wait.slice_s)[1]:
-                self.flush()
-            elif wait.is_over:
-                raise TimeoutError("the other side does not read")
+        flush_all([self], self._send_s)
 
     def post(self, message: M, files: Sequence[int] = (), body: bytes | None = None) -> None:
         """Have a message sent, with open files and a body, as soon as the peer takes it: what it
@@ -118,13 +112,23 @@ class Channel(Generic[M]):
 
         Raises OSError when the peer is gone, MessageError where the body is too large.
         """
+        frame = self.framed(message, body)
+        self._out.append((frame, [os.dup(file) for file in files]))
+        self.flush()
+
+    def post_frame(self, frame: memoryview) -> None:
+        """`post` of what `framed` made of a message, here or at another channel of the codec."""
+        self._out.append((frame, ()))
+        self.flush()
+
+    def framed(self, message: M, body: bytes | None = None) -> memoryview:
+        """As it travels. MessageError where it is too large."""
         data = self._codec.encode(message)
         frames = [LENGTH.pack(len(data)), data]
         if body is not None:
             self._check_size(len(body))
             frames = [LENGTH.pack(len(body) | BODY), body, *frames]
-        self._out.append((memoryview(b"".join(frames)), [os.dup(file) for file in files]))
-        self.flush()
+        return memoryview(b"".join(frames))
 
     @property
     def has_output(self) -> bool:
@@ -193,18 +197,12 @@ class Channel(Generic[M]):
         """Whether a message, or a part of one, or the peer's end comes within `wait_s` seconds;
         None: waits for it.
         """
-        return (
-            bool(self._frames)
-            or self._is_over
-            or bool(select.select([self._end], [], [], wait_s)[0])
-        )
+        return bool(self._frames) or self._is_over or bool(ready([self], select.POLLIN, wait_s))
 
     @property
     def is_abandoned(self) -> bool:
         """Whether the peer has closed its end, whatever of it is still to be read."""
-        look = select.poll()
-        look.register(self._end, 0)
-        return bool(look.poll(0))
+        return bool(ready([self], 0, 0.0))
 
     def close(self) -> None:
         """Close this end."""
@@ -247,6 +245,30 @@ class Channel(Generic[M]):
             at = stop
         del self._inbox[:at]
         return len(data) == _READ_BYTES or bool(rights)  # a read ends behind open files
+
+
+def ready(channels: Iterable[Channel[Any]], event: int, wait_s: float | None) -> list[Channel[Any]]:
+    """Those where `event` (POLLIN, POLLOUT), or the peer's end, has come within `wait_s` seconds;
+    None: waits for one. Their files may have any number, which `select.select` does not allow.
+    """
+    poll, by_file = select.poll(), {channel.fileno(): channel for channel in channels}
+    for file in by_file:
+        poll.register(file, event)
+    wait_ms = None if wait_s is None else math.ceil(1000 * wait_s)
+    return [by_file[file] for file, _ in poll.poll(wait_ms)]
+
+
+def flush_all(channels: Iterable[Channel[Any]], wait_s: float) -> None:
+    """Send what was posted; the peers take it at the same time. Raises OSError when one is gone or
+    does not read for `wait_s` seconds.
+    """
+    wait = Countdown(wait_s)
+    while waiting := [channel for channel in channels if channel.has_output]:
+        writable = ready(waiting, select.POLLOUT, wait.slice_s)
+        for channel in writable:
+            channel.flush()
+        if not writable and wait.is_over:
+            raise TimeoutError("the other side does not read")
 
 
 def _close_all(files: Iterable[int]) -> None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import faulthandler
 import os
-import select
+import resource
 import shutil
 import signal
 import socket
@@ -29,7 +29,7 @@ from dataflow.limits import Limits
 from dataflow.system import child
 from dataflow.system.clocks import Countdown
 from dataflow.system.interrupts import leave_to_leader
-from dataflow.system.messages import Channel, Codec, Message
+from dataflow.system.messages import Channel, Codec, Message, flush_all
 from dataflow.system.rank_places import RankPlaces
 from operators.ranks import group
 from operators.ranks.group import ExchangeWatch
@@ -100,6 +100,9 @@ BLAME_S = 3.0
 """For the cause of a broken exchange to show: an exit status, or a rank's last words."""
 HURT = (WorkerDied.__name__, DeadlineError.__name__)
 """What a rank says of itself when another one broke the exchange."""
+FILES_OF_A_RANK = 4
+"""That rank 0 holds open at most: of one on another host two sockets, and a share of its host's
+connection."""
 END_S = 5.0
 """For the other ranks to end before they are killed."""
 
@@ -167,6 +170,7 @@ class Team:
         self.folder = Path(tempfile.mkdtemp(prefix="dataflow-ranks-"))
         self._channels: dict[int, Channel[Any]] = {}
         self._processes: dict[int, child.Child] = {}
+        _allow_files(FILES_OF_A_RANK * size)
         for rank in range(1, size):
             channel, theirs = Channel.pair(codec, limits.exchange_s)
             with theirs:
@@ -196,16 +200,13 @@ class Team:
         """Say to each rank what is for it; they take it at the same time, however large. Raises
         OSError when one does not.
         """
+        frames: dict[int, memoryview] = {}
         for rank, message in messages.items():
-            self._channels[rank].post(message)
-        wait = Countdown(self.limits.exchange_s)
-        taking = [self._channels[rank] for rank in messages]
-        while taking := [channel for channel in taking if channel.has_output]:
-            ready = select.select([], taking, [], wait.slice_s)[1]
-            for channel in ready:
-                channel.flush()
-            if not ready and wait.is_over:
-                raise TimeoutError("the other side does not read")
+            channel = self._channels[rank]
+            if id(message) not in frames:
+                frames[id(message)] = channel.framed(message)
+            channel.post_frame(frames[id(message)])
+        flush_all([self._channels[rank] for rank in messages], self.limits.exchange_s)
 
     def answer(self, rank: int, kind: type[T], wait_s: float | None = None) -> T:
         """What a rank answers, a message of this kind, within `wait_s` seconds; None: as long as a
@@ -271,11 +272,14 @@ class Team:
 
     def close(self) -> None:
         """End the other ranks, by SIGKILL where a message does not do; may be called again."""
+        deadline = time.monotonic() + END_S
         for channel in self._channels.values():
             with contextlib.suppress(OSError, ValueError):  # the end is closed already
-                channel.send(Close())
+                channel.post(Close())
+        for channel in self._channels.values():
+            with contextlib.suppress(OSError, ValueError):
+                flush_all([channel], max(0.0, deadline - time.monotonic()))
             channel.close()
-        deadline = time.monotonic() + END_S
         for process in self._processes.values():
             process.end(deadline - time.monotonic())
         self._channels, self._processes = {}, {}
@@ -306,6 +310,16 @@ class Team:
             f"rank {rank} of '{self.node}' ({self._who(rank)}) {how} while rank 0 waited for it in"
             f" {doing}{': ' + reason if reason else ''}; see this worker's log"
         )
+
+
+def _allow_files(more: int) -> None:
+    """Let this process open so many files more than it may, as far as the system lets it: shells
+    often allow 1,024.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    most = hard if hard != resource.RLIM_INFINITY else soft + more
+    if soft != resource.RLIM_INFINITY:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (min(most, soft + more), hard))
 
 
 LOOK_S = 5.0

@@ -52,7 +52,9 @@ from operators.training.parallel.lead import (
     Open,
     Publish,
     Share,
+    ShareAlike,
     function_of,
+    handed_on,
 )
 from operators.training.parallel.mesh import MeshTogether, TrainerMesh, make_mesh, placed
 from operators.training.parallel.shard import learner_of_slices, read_slices, shard
@@ -119,8 +121,11 @@ class RankFollower:
             case BeginStep():
                 learner.open(message.version)
                 self._micro_batches.clear()
-            case Share():
-                self._micro_batches.extend(message.kept(learner))
+            case Share() | ShareAlike():
+                assert isinstance(learner.together, MeshTogether), "its model is shared out"
+                own = message if isinstance(message, Share) else None
+                share = handed_on(own, learner.together.mesh)
+                self._micro_batches.extend(share.kept(learner))
             case Micro():
                 learner.micro(self._micro_batches.popleft())
             case EndStep():

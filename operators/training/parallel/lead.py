@@ -15,6 +15,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
+import torch.distributed as dist
 
 from dataflow.errors import RunError
 from dataflow.records import AnyArray
@@ -56,6 +58,10 @@ class Share(Message):
         """Its micro-batches, for the learner of one of its ranks."""
         part = learner.keep(self.rows)
         return [MicroBatch(part, rollouts) for rollouts in in_order(self.counts)]
+
+
+class ShareAlike(Message):
+    """Compute what the first of your ranks along "tp" does, which hands its share on."""
 
 
 class Micro(Message):
@@ -124,6 +130,7 @@ CODEC = codec_of(
     Join,
     BeginStep,
     Share,
+    ShareAlike,
     Micro,
     EndStep,
     Open,
@@ -337,12 +344,8 @@ class LedLearner(Learner):
             self.prepare(rows), self.data_ranks, self.micro_batch_tokens, self.needs_groups
         )
         with self._exchange.together(f"rows of step {self._steps}"):
-            self._exchange.team.deal(
-                {
-                    rank: shares[data_rank(rank, self._tensor_parallel)]
-                    for rank in range(1, self.ranks)
-                }
-            )
+            self._exchange.team.deal(addressed(shares, self._tensor_parallel))
+            handed_on(shares[0], self._mesh)
         return shares[0].kept(self)
 
     def micro(self, batch: MicroBatch) -> None:
@@ -424,6 +427,34 @@ def dealt(step: Prepared, ranks: int, limit: int, whole: bool) -> list[Share]:
         rollouts = np.concatenate([np.zeros(0, np.int64), *parts])
         shares.append(Share(chosen(rows, rollouts), tuple(map(len, parts))))
     return shares
+
+
+def addressed(shares: Sequence[Share], tensor_parallel: int) -> dict[int, Message]:
+    """What each rank but the first is told: of those that compute the same, one has the rows."""
+    return {
+        rank: ShareAlike() if rank % tensor_parallel else shares[data_rank(rank, tensor_parallel)]
+        for rank in range(1, len(shares) * tensor_parallel)
+    }
+
+
+def handed_on(share: Share | None, mesh: TrainerMesh) -> Share:
+    """The share of the first rank along "tp", on all of them; None: this is another one."""
+    group = mesh["tp"].get_group()
+    if group.size() == 1:
+        assert share is not None, "it has no other to take it from"
+        return share
+    data = b"" if share is None else CODEC.encode(share)
+    size = torch.tensor(len(data))
+    dist.broadcast(size, group=group, group_src=0)
+    received = torch.empty(int(size), dtype=torch.uint8)
+    if share is not None:
+        received = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+    dist.broadcast(received, group=group, group_src=0)
+    if share is not None:
+        return share
+    message = CODEC.decode(received.numpy())
+    assert isinstance(message, Share), "the first hands on nothing else"
+    return message
 
 
 def in_order(counts: Sequence[int]) -> list[AnyArray]:

@@ -2,12 +2,14 @@
 have, wired to those that are there.
 """
 
+from collections.abc import Iterable, Iterator
 from random import Random
 
 import pytest
-from test_scaling import planned
+from test_scaling import addresses, planned
 
 from dataflow.limits import Limits, Patience
+from dataflow.planning.hosts import Devices
 from dataflow.scheduler.events import (
     Command,
     EndRun,
@@ -19,7 +21,7 @@ from dataflow.scheduler.events import (
     Tick,
 )
 from dataflow.scheduler.reducer import reduce
-from dataflow.scheduler.table import ProcessState, Table
+from dataflow.scheduler.table import ProcessState, Table, WorkerRecord
 from dataflow.worker.messages import FromWorker, Hello, Moved, Ready, Start, Wire
 from transport.life import Life
 
@@ -134,3 +136,36 @@ def test_the_run_begins_whoever_is_killed_at_whichever_moment_of_its_start(kills
                     one.name,
                 )
         assert sum(one.number for one in run.attempts.values()) == kills
+
+
+def test_the_start_of_many_workers_looks_at_each_of_them_a_few_times(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    looks = 0
+
+    def counting(records: Iterable[WorkerRecord]) -> Iterator[WorkerRecord]:
+        nonlocal looks
+        for record in records:
+            looks += 1
+            yield record
+
+    graph, made = planned(Devices(cpus=400), replicas={"generator": 400})
+    table = Table(graph=graph, plan=made)
+    names, where = list(table.workers), addresses(graph, made)
+    monkeypatch.setattr(Table, "__iter__", lambda self: counting(self.workers.values()))
+    monkeypatch.setattr(
+        Table,
+        "__reversed__",
+        lambda self: counting(reversed(self.workers.values())),
+        raising=False,
+    )
+    assert sum(isinstance(each, StartWorker) for each in reduce(table, RunBegins(), 0.0)) == 404
+    for name in names:
+        hello = Hello(life=Life(), pid=1, addresses=where[name])
+        commands = reduce(table, Received(name, hello), 0.0)
+    wired = [each for each in commands if isinstance(each, Send) and isinstance(each.message, Wire)]
+    assert len(wired) == len(names)
+    for name in names:
+        reduce(table, Received(name, Ready(life=Life())), 0.0)
+    assert table.begun
+    assert looks < 30 * len(names)

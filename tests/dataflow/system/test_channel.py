@@ -2,7 +2,9 @@
 noticed.
 """
 
+import fcntl
 import os
+import resource
 import socket
 import threading
 import time
@@ -42,6 +44,23 @@ def test_messages_arrive_whole_and_in_order(ends):
         ends[0].post(note)
     assert ends[1].arrived() == notes
     assert ends[1].arrived() == []
+
+
+def test_a_channel_works_whatever_the_number_of_its_file():
+    resource.setrlimit(
+        resource.RLIMIT_NOFILE, (4096, resource.getrlimit(resource.RLIMIT_NOFILE)[1])
+    )
+    ours, theirs = socket.socketpair()
+    with ours, theirs:  # select.select knows numbers up to 1,023
+        files = [fcntl.fcntl(end, fcntl.F_DUPFD_CLOEXEC, 2000) for end in (ours, theirs)]
+    one, other = (Channel(socket.socket(fileno=file), CODEC, 20.0) for file in files)
+    reader = threading.Thread(target=lambda: other.send(other.receive(20.0)))
+    reader.start()
+    one.send(LARGE)
+    assert one.receive(20.0) == LARGE
+    reader.join(20.0)
+    one.close()
+    other.close()
 
 
 def test_a_message_larger_than_the_socket_arrives_whole_by_posts_and_by_a_waiting_sender(ends):

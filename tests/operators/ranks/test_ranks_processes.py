@@ -3,6 +3,7 @@ parent.
 """
 
 import os
+import resource
 import signal
 import socket
 import subprocess
@@ -16,6 +17,7 @@ from dataflow.errors import RunError, WorkerDied
 from dataflow.limits import Limits
 from dataflow.system.child import Child
 from dataflow.system.messages import Channel, Message
+from operators.ranks import team as team_module
 from operators.ranks.team import Team, codec_of, forked, program
 
 WAIT_S = 20.0
@@ -163,3 +165,57 @@ def test_a_process_that_has_used_a_gpu_forks_no_rank(monkeypatch):
         pytest.raises(RunError, match="has used CUDA; .*before anything touches the GPU"),
     ):
         forked(lambda end, rank: 0)(theirs, 1)
+
+
+def played(ends):
+    """Starts ranks that say and read nothing; their ends."""
+
+    def start(end, rank):
+        ends.append(end.dup())
+        child = Child(0)
+        child.returncode = 0
+        return child
+
+    return start
+
+
+def test_a_team_may_be_larger_than_the_shell_lets_a_process_open_files():
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    ends = []
+    resource.setrlimit(resource.RLIMIT_NOFILE, (len(list(Path("/dev/fd").iterdir())) + 30, hard))
+    try:
+        team = Team("worker", 64, played(ends), Limits(), CODEC)
+        team.close()
+    finally:
+        for end in ends:
+            end.close()
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    assert len(ends) == 63
+
+
+def test_closing_does_not_wait_for_each_rank_that_reads_nothing(monkeypatch):
+    monkeypatch.setattr(team_module, "END_S", 0.1)
+    ends = []
+    team = Team("worker", 9, played(ends), Limits(exchange_s=WAIT_S), CODEC)
+    team.limits = Limits(exchange_s=0.1)
+    with pytest.raises(TimeoutError, match="does not read"):
+        team.tell(Answer("x" * (4 << 20), 0, True))
+    began = time.monotonic()
+    team.close()
+    assert time.monotonic() - began < WAIT_S
+    for end in ends:
+        end.close()
+
+
+def test_what_all_ranks_are_told_is_encoded_once(monkeypatch):
+    ends, encoded = [], []
+    team = Team("worker", 9, played(ends), Limits(), CODEC)
+    encode = CODEC.encode
+    monkeypatch.setattr(CODEC, "encode", lambda message: encoded.append(message) or encode(message))
+    team.tell(End(3))
+    assert encoded == [End(3)]
+    channels = [channel_of(end.detach()) for end in ends]
+    assert [channel.receive(WAIT_S) for channel in channels] == [End(3)] * 8
+    team.close()
+    for channel in channels:
+        channel.close()

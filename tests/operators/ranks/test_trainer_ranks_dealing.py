@@ -18,6 +18,8 @@ from operators.training.parallel.lead import (
     CallFunction,
     DealtRollouts,
     Share,
+    ShareAlike,
+    addressed,
     chosen,
     cost,
     deal,
@@ -166,6 +168,16 @@ def test_a_share_has_the_rows_of_its_micro_batches():
             assert share.rows.tokens.logprobs[mine].tolist() == rows.tokens.logprobs[its].tolist()
             assert share.rows.columns_R["advantage"][at] == rows.columns_R["advantage"][row]
     assert sorted(held) == computed.tolist()
+
+
+def test_of_ranks_that_compute_the_same_one_is_sent_the_rows():
+    rows = rows_of(*[group(number, size=4) for number in range(4)])
+    shares = dealt(Prepared(rows=rows, computed=np.arange(rows.rollouts)), 3, 30, False)
+    assert addressed(shares, 1) == {1: shares[1], 2: shares[2]}
+    messages = addressed(shares, 2)
+    assert sorted(messages) == [1, 2, 3, 4, 5]
+    assert messages[2] is shares[1] and messages[4] is shares[2]
+    assert [messages[rank] for rank in (1, 3, 5)] == [ShareAlike()] * 3
 
 
 def test_rows_come_through_a_message_as_they_were():
