@@ -1,9 +1,14 @@
 """How long a run waits, for what: every deadline that a user may have to change, in one place."""
 
 from collections.abc import Collection
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from dataflow.errors import DeadlineError, KnobCheck
+
+LOAD_BYTES_PER_S, EXCHANGE_BYTES_PER_S, SEND_BYTES_PER_S = 0.5e9, 1e9, 0.1e9
+"""Slow rates: of a host's disk, of links between a trainer's ranks, of a link to a reader."""
+COMPILE_S = 300.0
+"""For a first compile of a model's layers, with a cold cache."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,8 +39,8 @@ class Limits(metaclass=KnobCheck):
     """Deadlines of a run. Seconds in which it is stopped (Ctrl-Z) count for none of them."""
 
     start_s: float = 300.0
-    """From the first fork until every worker is ready, and for each restart: large models take long
-    to load."""
+    """From the first fork until every worker is ready, and for each restart; a run adds what its
+    models take to load (`for_models`)."""
     hang_s: float = 15.0
     """Without a heartbeat, a worker counts as hanging, and a host as lost."""
     host_s: float = 600.0
@@ -49,11 +54,11 @@ class Limits(metaclass=KnobCheck):
     """The same where it has computed nothing in all that time, nor has any process that it has
     started."""
     exchange_s: float = 120.0
-    """For one exchange between the ranks of a worker: most of it waits for the slowest, or for what
-    that compiles."""
+    """For one exchange between the ranks of a worker: most of it waits for the slowest; a run adds
+    what its models take to be gathered and compiled."""
     transfer_s: float = 120.0
     """For one version to get from all ranks of a trainer to all ranks of a reader, over gloo or
-    NCCL."""
+    NCCL; a run adds what its bytes take."""
     checkpoint_s: float = 1800.0
     """For a checkpoint to be on the disk, beside the steps that are made meanwhile."""
     copy_s: float = 60.0
@@ -83,6 +88,30 @@ class Limits(metaclass=KnobCheck):
     """The same while somebody is at work: a model that loads, a first compile, a long step."""
     patience: Patience = field(default_factory=Patience)
     """With workers that die again and again."""
+
+    def for_models(self, model_bytes: int, sent_bytes: int, *, compiles: bool) -> "Limits":
+        """With what models of this size take beside the defaults, at slow rates. A figure that
+        differs from its default is the user's, and stays.
+
+        model_bytes: of the largest. sent_bytes: of a version, the most that a rank takes in.
+
+        >>> Limits(transfer_s=5.0).for_models(10**9, 10**9, compiles=True).exchange_s
+        421.0
+        """
+        more = {
+            "start_s": model_bytes / LOAD_BYTES_PER_S,
+            "exchange_s": model_bytes / EXCHANGE_BYTES_PER_S + COMPILE_S * compiles,
+            "transfer_s": sent_bytes / SEND_BYTES_PER_S,
+        }
+        usual = Limits()
+        return replace(
+            self,
+            **{
+                name: getattr(self, name) + seconds
+                for name, seconds in more.items()
+                if getattr(self, name) == getattr(usual, name)
+            },
+        )
 
     @property
     def settle_s(self) -> float:

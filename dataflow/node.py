@@ -173,9 +173,6 @@ class TrainingTraits:
     reader; None: as its plan has it."""
     compares_logprobs: bool = False
     """Whether its loss compares its log-probabilities with the generator's."""
-    ways: tuple[Mapping[str, Any], ...] = ()
-    """Values of the knobs that its plan is to choose on accelerators, the fastest way first, the
-    one that takes least memory last; empty: it has values for all."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -211,6 +208,12 @@ class Traits:
     """Steps between two rounds of an evaluation; None: it evaluates nothing."""
     port: int = 0
     """On which each of its replicas listens; 0: on none, or on any that is free."""
+    arrives_in_host: bool = False
+    """Whether a version of its weights arrives in main memory, and is copied to its device from
+    there."""
+    ways: tuple[Mapping[str, Any], ...] = ()
+    """Values of the knobs that its plan is to choose on accelerators, the fastest way first, the
+    one that takes least memory last; empty: it has values for all."""
 
 
 @dataclass(frozen=True, eq=False)

@@ -50,7 +50,8 @@ from dataflow.node import Sink, Source, Stream
 from dataflow.planning.gpu_groups import Wishes
 from dataflow.planning.hosts import Devices
 from dataflow.planning.inputs import Place, PlanInputs
-from dataflow.planning.model_size import measure_models
+from dataflow.planning.memory_need import by_way
+from dataflow.planning.model_size import bytes_of, measure_models
 from dataflow.planning.plan import Plan
 from dataflow.planning.this_machine import this_machine as this_machine
 from dataflow.records import GROUP_ID, MESSAGE_BYTES, POSITION, schema
@@ -234,7 +235,8 @@ def run(
         resume: the folder of a run of this graph that is to go on; it has its seed and, where None
             is given, its steps. Where its scheduler has died a moment ago, its workers are still at
             work, and are taken over.
-        limits: how long it waits, for what; `Limits()` when None.
+        limits: how long it waits, for what; `Limits()` when None. Those that models need, and that
+            are left at their defaults, grow with the models' bytes (`Limits.for_models`).
         standby: should this process die, another one takes over by itself, and writes
             logs/scheduler.log.
         keep_steps: rollouts are kept of the last so many steps, and of those that recovery and
@@ -353,7 +355,10 @@ def run(
         settings = Settings(
             folder=str(folder.path),
             run=RunSettings(
-                seed=seed or 0, steps=steps, keep_steps=keep_steps, limits=limits or Limits()
+                seed=seed or 0,
+                steps=steps,
+                keep_steps=keep_steps,
+                limits=_limits(limits or Limits(), graph, planned),
             ),
             listen=listen,
             copies=copies,
@@ -475,6 +480,25 @@ def _made(runs: str | Path, name: str) -> Iterator[RunFolder]:
         if not folder.ledger.exists():
             shutil.rmtree(folder.path, ignore_errors=True)
         raise
+
+
+def _limits(limits: Limits, graph: Graph, planned: Plan) -> Limits:
+    """Those of a run of this plan."""
+    sizes = measure_models(graph)
+    model_bytes = [
+        sizes[operator.uses.source].parameters * bytes_of(operator.uses.dtype)
+        for operator in graph.operators.values()
+        if operator.uses is not None and operator.uses.source in sizes
+    ]
+    trainers = [
+        by_way(operator, planned.placements[name].chosen)
+        for name, operator in graph.operators.items()
+    ]
+    return limits.for_models(
+        max(model_bytes, default=0),
+        max((path.nbytes or 0 for path in planned.weight_paths), default=0),
+        compiles=any(trainer.traits.training.compiled for trainer in trainers),
+    )
 
 
 def _held_over_hosts(

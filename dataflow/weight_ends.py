@@ -134,6 +134,8 @@ class WeightSite:
     """Of a link so slow that changes alone are sent; None: of another."""
     zero_copy: bool = False
     """Versions are sent from the trainer's weights themselves."""
+    in_host: bool = False
+    """A reader receives them in main memory, and copies them to its device from there."""
     host: str = ""
     """Address of this end's own host, where ends are on several hosts."""
     keys: Mapping[str, bytes] = field(default_factory=dict, repr=False)

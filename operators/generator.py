@@ -81,6 +81,10 @@ class GeneratorKnobs(Generate):
     """Compile each layer (torch.compile) where this runs on a GPU: steps take a fifth to a quarter
     less, the start ten seconds more. On a CPU kernels of this project compute either way. With
     weights="model", on one rank, and on devices that are its own."""
+    arrives_in: Literal["device", "host"] | None = None
+    """Where a version of a trainer of several ranks arrives while GPUs compute with another one: on
+    these, or in main memory, from which it is copied to them between two steps. None: on them,
+    where two versions fit."""
     engine: Literal["native", "vllm"] = "native"
     """Who makes the forward passes: this project's own engine, or vLLM in a process and, if need
     be, an environment of its own (the interpreter that DATAFLOW_VLLM_PYTHON names)."""
@@ -124,6 +128,10 @@ class GeneratorKnobs(Generate):
             chat=self.chat,
             chat_options=self.chat_template_kwargs or {},
             sleeps=self.engine == "native" and not self.compile,
+            arrives_in_host=self.arrives_in == "host",
+            ways=({}, {"arrives_in": "host"})
+            if self.arrives_in is None and self.engine == "native"
+            else (),
         )
 
     @property
@@ -238,6 +246,11 @@ class GeneratorKnobs(Generate):
                 f"'{self.name}' got on_update={self.on_update!r}, which is not known; use \"keep\""
                 ' or "recompute"'
             )
+        if self.arrives_in not in (None, "device", "host"):
+            faults.append(
+                f"'{self.name}' got arrives_in={self.arrives_in!r}, which is not known; use"
+                ' "device" or "host", or leave it out'
+            )
         if self.engine not in ("native", "vllm"):
             faults.append(
                 f"'{self.name}' got engine={self.engine!r}, which is not known; use \"native\" or"
@@ -248,6 +261,7 @@ class GeneratorKnobs(Generate):
             "weights": "model",
             "tensor_parallel": 1,
             "compile": False,
+            "arrives_in": None,
             "prefill_tokens": GeneratorKnobs.prefill_tokens,
         }
         unlike = [knob for knob, value in own.items() if (getattr(self, knob) or value) != value]

@@ -182,18 +182,18 @@ class TrainerKnobs(Learn):
                 micro_batch_tokens=self.micro_batch_tokens or WITHOUT_PLAN["micro_batch_tokens"],
                 gradient_checkpointing=bool(self.gradient_checkpointing),
                 compiled=bool(self.compile),
-                ways=self._ways,
                 offloads=self.offload,
                 copies_weights=self.offload or self.copy_weights,
                 compares_logprobs=LOGPROBS in self.loss_function.columns,
                 begins_early=not (self.whiten or self.offload),
             ),
             sleeps=True,
+            ways=self._ways,
         )
 
     @property
     def _ways(self) -> tuple[Mapping[str, Any], ...]:
-        """See `TrainingTraits.ways`: fewer tokens at once before layers are computed again."""
+        """See `Traits.ways`: fewer tokens at once before layers are computed again."""
         wished = {knob: getattr(self, knob) for knob in WITHOUT_PLAN}
         ways = [
             {

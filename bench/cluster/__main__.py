@@ -4,6 +4,8 @@ that were written down before it ran.
     python -m bench.cluster --bounds          what will run and what it has to reach; needs no GPU
     python -m bench.cluster --json FILE       40 minutes on eight GPUs of one host
     python -m bench.cluster --rehearse        the same ways over gloo on a CPU, small, in minutes
+    python -m bench.cluster --on 7b 70b 405b  Qwen2.5-7B on 8 H100, Llama-3.1-70B on 64, -405B on
+                                              1,024, on paper (`bench.cluster.paper`); needs no GPU
 
 Stages: ranks, the tests marked gpu; weights-*, a 7B's weights from four trainer ranks to four
 generators while both compute; grpo-7b, 200 steps of asynchronous GRPO, and the same with vLLM;
@@ -27,6 +29,7 @@ from pathlib import Path
 
 from rich.console import Console
 
+from bench.cluster.paper import TARGETS, show
 from bench.cluster.run import PeakOfGpus, foreseen, policy_of, run_stage
 from bench.cluster.stages import GIB, STAGES, Stage, rehearsed, verdicts
 from bench.gpu.systems import config_of
@@ -53,6 +56,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.child is not None:
         return child(*options.child)
     console = Console(width=WIDE)
+    if options.on:
+        return show(options.on, console, Report("cluster on paper", options.json))
     stages = [stage for stage in STAGES if stage.name in (options.only or names())]
     if options.bounds:
         return show_bounds(stages, options.devices, console)
@@ -90,6 +95,7 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument("--json", type=Path, help="file for the JSON lines")
     parser.add_argument("--bounds", action="store_true", help="show the bounds and end")
     parser.add_argument("--rehearse", action="store_true", help="small, over gloo, on the CPU")
+    parser.add_argument("--on", nargs="+", choices=[*TARGETS], help="on paper, and nothing else")
     parser.add_argument("--only", action="append", choices=names(), help="may be given again")
     parser.add_argument(
         "--devices", default=DEVICES, help=f"that bounds are foreseen for ({DEVICES})"

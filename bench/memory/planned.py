@@ -37,15 +37,28 @@ ROLLOUTS, TOKENS = 4, 2048
 
 
 def _llama(layers: int, width: int, inner: int, heads: int) -> dict[str, Any]:
+    """config.json of a Llama-3.1."""
     return {
+        "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
+        "torch_dtype": "bfloat16",
         "num_hidden_layers": layers,
         "hidden_size": width,
         "intermediate_size": inner,
         "num_attention_heads": heads,
         "num_key_value_heads": 8,
         "vocab_size": 128256,
-        "max_position_embeddings": 8192,
+        "max_position_embeddings": 131072,
+        "rope_theta": 500000.0,
+        "rope_scaling": {
+            "rope_type": "llama3",
+            "factor": 8.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 8192,
+        },
+        "rms_norm_eps": 1e-05,
+        "tie_word_embeddings": False,
     }
 
 
@@ -63,18 +76,26 @@ CONFIGS: Mapping[str, Mapping[str, Any]] = {
         "tie_word_embeddings": True,
     },
     "qwen2.5-7b": {
+        "architectures": ["Qwen2ForCausalLM"],
         "model_type": "qwen2",
+        "torch_dtype": "bfloat16",
         "num_hidden_layers": 28,
         "hidden_size": 3584,
         "intermediate_size": 18944,
         "num_attention_heads": 28,
         "num_key_value_heads": 4,
         "vocab_size": 152064,
-        "max_position_embeddings": 32768,
+        "max_position_embeddings": 131072,
+        "max_window_layers": 28,
+        "use_sliding_window": False,
+        "rope_theta": 1000000.0,
+        "rms_norm_eps": 1e-06,
+        "tie_word_embeddings": False,
     },
     "llama-70b": _llama(80, 8192, 28672, 64),
     "llama-405b": _llama(126, 16384, 53248, 128),
 }
+"""Of models, by their public config.json."""
 
 
 @dataclass(frozen=True, kw_only=True)

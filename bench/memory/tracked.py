@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -38,6 +38,7 @@ from operators.engine.attention import AttentionLayout, KVCache
 from operators.engine.budget import Budget, EnginePasses, measured
 from operators.engine.build import context_tokens_of
 from operators.engine.pages import AHEAD
+from operators.engine.parallel.shards import AXES, distribute
 from operators.models.loading import on_meta
 from operators.models.slices import given_memory
 from operators.training.learner import head, packed_attention
@@ -62,6 +63,8 @@ class Held:
     """At the most, by what was under way when it was made: load, micro, update."""
     rest: int
     """After the last step."""
+    groups: int
+    """Process groups of several ranks that it is in."""
 
 
 def tracked(trainer: Trainer, ranks: int, load: Load, *, steps: int = 2) -> Held:
@@ -92,7 +95,12 @@ def tracked(trainer: Trainer, ranks: int, load: Load, *, steps: int = 2) -> Held
                     learner.micro(part)
                 storages.phase = "update"
                 learner.end(1e-6)
-        return Held(most=storages.most, parts=dict(storages.at_most), rest=storages.now)
+        return Held(
+            most=storages.most,
+            parts=dict(storages.at_most),
+            rest=storages.now,
+            groups=sum(group.size() > 1 for group in dist.distributed_c10d._world.pg_map),
+        )
 
 
 def _learner(trainer: Trainer, module: Any, mesh: Any) -> Learner:
@@ -108,9 +116,10 @@ def _learner(trainer: Trainer, module: Any, mesh: Any) -> Learner:
     return shard.learner_of_slices(trainer, sharded, mesh, DEVICE, node=trainer.name, seed=0)
 
 
-def tracked_budget(generator: Generator, whole: int) -> Budget:
-    """The budget of the cache of a generator of one rank on a GPU of `whole` bytes, as
-    `operators.engine.budget` measures it, without what a draw takes; from its model's config alone.
+def tracked_budget(generator: Generator, whole: int, ranks: int = 1) -> Budget:
+    """The budget of the cache of a rank of a generator on a GPU of `whole` bytes, as
+    `operators.engine.budget` measures it, without what a draw takes; from its model's config alone,
+    in the model's own precision.
     """
     storages = Storages()
     module: Any = on_meta(generator.model, generator.model.dtype, None)
@@ -128,8 +137,20 @@ def tracked_budget(generator: Generator, whole: int) -> Budget:
             slot_layout=layout,
         ).logits[0]
 
-    with _as_on_a_gpu(storages), FakeTensorMode(allow_non_fake_inputs=True), storages:
-        module = given_memory(module, DEVICE)
+    with contextlib.ExitStack() as open_:
+        open_.enter_context(_as_on_a_gpu(storages))
+        mesh = None
+        if ranks > 1:
+            dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
+            open_.callback(dist.destroy_process_group)
+            mesh = init_device_mesh(DEVICE.type, (1, 1, 1, ranks), mesh_dim_names=AXES)
+        open_.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
+        open_.enter_context(storages)
+        open_.enter_context(torch.no_grad())
+        if mesh is not None:
+            distribute(module, mesh, DEVICE, generator.model.name)
+        else:
+            module = given_memory(module, DEVICE)
         cache, context = KVCache(1), context_tokens_of(generator, module.config)
         one = torch.zeros(1, dtype=torch.int64)
         forward(one, one, 0, AttentionLayout(cache, one, 1, one[None]))
@@ -275,6 +296,7 @@ def _as_on_a_gpu(storages: Storages) -> Iterator[None]:
         mock.patch.object(head, "pairs_within", _of_share),
         mock.patch.object(head, "CPU_SLICE", head.GPU_SLICE),
         mock.patch.object(head, "multiplies_bfloat16", lambda: False),
+        mock.patch.object(shard, "adds_up_in_float32", lambda module: None),
         mock.patch.object(shard, "exchange_directly", lambda layer, buffer: None),
         mock.patch.object(shard, "map_large_blocks", lambda: None),
         mock.patch.object(Learner, "_no_gradients", without_gradients),

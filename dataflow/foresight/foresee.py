@@ -571,7 +571,8 @@ def _exchange(
     constants: Constants,
 ) -> float:
     """Of a version, shard to shard: what a rank of a reader takes in, over the slowest link on its
-    way; and what it merges of adapters into its weights, which it reads and writes.
+    way; what it copies from main memory, where it takes it in there; and what it merges of adapters
+    into its weights, which it reads and writes.
     """
     model, ranks = generator.uses, placed.placements[generator.name].ranks
     assert model is not None, "a generator has a model"
@@ -586,7 +587,13 @@ def _exchange(
         link = bandwidth / 2  # read and written within a device
     nbytes = size.sent_bytes("bfloat16", model.lora, ranks) // (2 if generator.quantized else 1)
     merged = 0 if model.lora is None else 3 * 2 * size.linear_numbers / ranks
-    return Parts(links=nbytes / link, memory=merged / bandwidth).seconds(constants.generator)
+    copied_s = 0.0
+    if placed.placements[generator.name].arrives_in_host:
+        host = min(kind.host_bytes_per_s for kind in kinds.values())
+        link, copied_s = min(link, host), nbytes / host
+    return Parts(links=nbytes / link + copied_s, memory=merged / bandwidth).seconds(
+        constants.generator
+    )
 
 
 def _kinds(devices: Devices) -> dict[str, DeviceKind]:

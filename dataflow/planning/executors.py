@@ -131,9 +131,17 @@ def executor_between(trainer: Placement, reader: Placement, replica: int, *, apa
     apart = apart or bool(trainer.rank_hosts)
     sources = [_seat(trainer, 0, rank, machine="trainer's") for rank in range(trainer.ranks)]
     machine = "another" if apart else "trainer's"
-    return choose(
-        sources, [_seat(reader, replica, rank, machine=machine) for rank in range(reader.ranks)]
+    return _received(
+        choose(
+            sources, [_seat(reader, replica, rank, machine=machine) for rank in range(reader.ranks)]
+        ),
+        reader,
     )
+
+
+def _received(executor: str, reader: Placement) -> str:
+    """The executor for a reader that may receive in main memory, where no other process writes."""
+    return "nccl" if reader.arrives_in_host and executor == "cuda_ipc" else executor
 
 
 def is_zero_copy(
@@ -238,7 +246,7 @@ def weight_paths(
                 _seat(reader, replica, rank, one_process=one_process)
                 for rank in range(reader.ranks)
             ]
-            executor = chosen(looked_up, RankSeats(destinations))
+            executor = _received(chosen(looked_up, RankSeats(destinations)), reader)
             if forced is not None:
                 _check_forced(forced, executor, trainer.node, sources, reader.node, destinations)
                 executor = forced

@@ -155,10 +155,10 @@ def first_way(
     where nothing is left to choose. room: bytes of a device; 0: unknown, and the first is as good
     as any.
     """
-    ways = operator.traits.training.ways
+    ways = operator.traits.ways
     for knobs in ways:
         need = needs(by_way(operator, knobs))
-        if need is None or not room or need.total <= SPARE * room:
+        if need is None or not room or need.total <= (FILLED if need.rollout else SPARE) * room:
             return knobs
     return ways[-1] if ways else {}
 
@@ -243,6 +243,14 @@ def asleep_bytes(graph: Structure, operator: Operator, size: ModelSize | None, r
     )
 
 
+def arriving_bytes(operator: Operator, size: ModelSize | None) -> int:
+    """Bytes of main memory in which all ranks of a reader receive a version."""
+    model = operator.uses
+    if size is None or model is None or not operator.traits.arrives_in_host:
+        return 0
+    return size.sent_bytes(model.dtype, model.lora, 1, operator.quantized)
+
+
 def _version(
     graph: Structure,
     operator: Operator,
@@ -256,6 +264,8 @@ def _version(
     copy their weights to be sent, two copies lie on theirs.
     """
     model = operator.uses
+    if operator.traits.arrives_in_host and not in_turn:
+        return 0
     read = [
         feedback
         for feedback in graph.feedbacks
@@ -437,7 +447,7 @@ def _ways_out(needs: Iterable[Need]) -> str:
         ways.append("lower cache_bytes or context_tokens")
     if {"KV-cache", "version on its way"} <= parts:
         ways.append(
-            'Generator(tensor_parallel=...), weights="fp8" or accelerators with more memory, as two'
-            " versions have to fit"
+            'Generator(tensor_parallel=...), weights="fp8", arrives_in="host" or accelerators with'
+            " more memory, as two versions have to fit"
         )
     return ", or ".join(ways)

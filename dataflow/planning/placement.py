@@ -66,7 +66,9 @@ class Placement:
     port: int = 0
     """On which each replica listens; 0: on none, or on any that is free."""
     chosen: Mapping[str, Any] = field(default_factory=dict)
-    """Values of the knobs that the plan chose; see `TrainingTraits.ways`."""
+    """Values of the knobs that the plan chose; see `Traits.ways`."""
+    arrives_in_host: bool = False
+    """As of `Traits`."""
 
     @property
     def choice(self) -> str:

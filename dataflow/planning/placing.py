@@ -145,6 +145,7 @@ def _placement(
         need=part.need,
         port=part.port,
         chosen=part.chosen,
+        arrives_in_host=part.arrives_in_host,
     )
 
 
@@ -161,4 +162,5 @@ def needs_of(placement: Placement) -> NodeNeeds:
         split=placement.split,
         port=placement.port,
         chosen=placement.chosen,
+        arrives_in_host=placement.arrives_in_host,
     )

@@ -37,6 +37,7 @@ from dataflow.planning.hosts import Devices, named
 from dataflow.planning.inputs import Place, digest, read_place
 from dataflow.planning.memory_need import (
     SPARE,
+    arriving_bytes,
     asleep_bytes,
     by_way,
     check_fit,
@@ -409,8 +410,11 @@ def plan(
         parts = _parts(graph, counts, replicas, ranks, sizes, one_process, turns, room, chosen)
         placements = placed(graph, parts, devices, turns, read_place(place, devices), neighbours)
         check_ports(placements)
-        asleep = _asleep(graph, placements, turns, sizes)
-        check_fit([*_needs(placements, turns), *asleep], devices.room)
+        aside = [
+            *_asleep(graph, placements, turns, sizes),
+            *_arriving(graph, placements, sizes),
+        ]
+        check_fit([*_needs(placements, turns), *aside], devices.room)
         return placements
 
     rooms = {host.gpu_memory_bytes for host in devices.machines if host.gpus} or {0}
@@ -494,7 +498,8 @@ def _parts(
             knobs = first_way(operator, needs, room)
         elif chosen is not None:
             knobs = chosen.get(name, {})
-        need = needs(by_way(operator, knobs))
+        settled = by_way(operator, knobs)
+        need = needs(settled)
         parts[name] = NodeNeeds(
             replicas=count,
             ranks=ranks_each,
@@ -504,6 +509,7 @@ def _parts(
             split=operator.traits.split,
             port=operator.traits.port,
             chosen=knobs,
+            arrives_in_host=name in gpus and settled.traits.arrives_in_host,
         )
     return {name: parts[name] for name in dict.fromkeys([*gpus, *parts])}
 
@@ -545,6 +551,27 @@ def _asleep(
                 (name, (placement.host(0), "cpu"), Need({"while others have their turn": nbytes}))
             )
     return asleep
+
+
+def _arriving(
+    graph: Structure, placements: Mapping[str, Placement], sizes: Mapping[str, ModelSize]
+) -> list[tuple[str, Spot, Need]]:
+    """The main memory in which replicas receive versions, by host."""
+    arriving = []
+    for feedback in graph.feedbacks:
+        placement = placements[feedback.reader.name]
+        operator = by_way(feedback.reader, placement.chosen)
+        size = sizes.get(operator.uses.source) if operator.uses else None
+        if placement.gpus and (nbytes := arriving_bytes(operator, size)):
+            arriving += [
+                (
+                    f"{placement.worker}-{replica}",
+                    (placement.host(replica), "cpu"),
+                    Need({"a version that arrives": nbytes}),
+                )
+                for replica in range(placement.replicas)
+            ]
+    return arriving
 
 
 def _check_scale(graph: Structure, plan: Plan, one_process: bool) -> None:

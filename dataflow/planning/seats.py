@@ -85,6 +85,8 @@ class NodeNeeds:
     """On which each replica listens; 0: on none, or on any that is free."""
     chosen: Mapping[str, Any] = field(default_factory=dict)
     """As of its `Placement`."""
+    arrives_in_host: bool = False
+    """As of `Traits`."""
 
     def of_ranks(self, ranks: int) -> NodeNeeds:
         """The needs of so many ranks of a replica, on a host."""

@@ -87,12 +87,12 @@ class WeightLines:
         member = f"{reader}-{self._settings.replica}"
         if not self._has_hosts:
             executor = self._executor(trainer, reader, self._settings.replica)
-            return self._site(trainer, executor, self._beside(name, executor), member)
+            return self._site(trainer, executor, self._beside(name, executor), member, reader)
         executor = self._way(name, trainer, reader)
         file = Path(self._settings.sockets) / f"{member}.{name}.{executor}"
         self._followed[file] = _Followed(name, executor, lambda: self._way(name, trainer, reader))
         _note(file, self._read[name].at[executor])
-        site = self._site(trainer, executor, self._read[name].at[executor], member)
+        site = self._site(trainer, executor, self._read[name].at[executor], member, reader)
         return replace(site, where=str(file))
 
     def close(self) -> None:
@@ -124,8 +124,10 @@ class WeightLines:
         """Where ends meet that are on one host."""
         return f"ipc://{self._settings.sockets}/weights.{name}.{executor}"
 
-    def _site(self, trainer: str, executor: str, address: str, name: str = "") -> WeightSite:
-        """name: a reader's."""
+    def _site(
+        self, trainer: str, executor: str, address: str, name: str = "", reader: str = ""
+    ) -> WeightSite:
+        """name: a replica's of a reader."""
         is_link = self._has_hosts and executor in COLLECTIVE
         return WeightSite(
             executor=executor,
@@ -135,6 +137,7 @@ class WeightLines:
             name=name,
             link_bytes_per_s=self._plan.link(trainer, executor),
             zero_copy=self._plan.zero_copy(trainer, executor),
+            in_host=bool(reader) and self._plan.placements[reader].arrives_in_host,
             host=self._settings.listen if is_link else "",
             keys=dict(self._settings.keys) if is_link else {},
         )

@@ -116,6 +116,7 @@ def open_reader(
             ranks=len(slices),
             adopt=adopt,
             device=_memory(site, device),
+            in_host=site.in_host,
             deadlines=_deadlines(limits),
             attempt=attempt,
             clock=AwakeClock(),

@@ -338,11 +338,14 @@ def build_native(
 
 def arriving_bytes(context: Context, tensors: Mapping[str, torch.Tensor]) -> int:
     """Of the engine's device, what a version of these tensors takes while it arrives: nothing where
-    none comes, or where it lies in the memory of a trainer of one rank on another device.
+    none comes, or where it lies in main memory, or in that of a trainer of one rank on another
+    device.
     """
     reader, share = context.weights.reader, context.devices
     site = reader.site if isinstance(reader, OpensWeights) else None
-    if reader is None or (site is not None and not site.is_sharded and share.aside is None):
+    if reader is None or (site is not None and site.in_host):
+        return 0
+    if site is not None and not site.is_sharded and share.aside is None:
         return 0
     distinct = {id(tensor): tensor.nbytes for tensor in tensors.values()}
     return sum(distinct.values())

@@ -258,7 +258,7 @@ class LacksMemory:
         in_turn = operator.name in candidate.in_turn
         key = (operator.name, candidate.declared, ranks, in_turn)
         if key not in self._needs and operator.uses is not None:
-            ways = operator.traits.training.ways
+            ways = operator.traits.ways
             need = need_of(
                 graph,
                 by_way(operator, ways[-1] if ways else {}),

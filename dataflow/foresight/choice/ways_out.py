@@ -146,7 +146,7 @@ def changes(graph: Graph) -> Iterator[Remedy]:
 
 def _open(operator: Operator) -> Collection[str]:
     """Knobs that are left to the plan, which has tried them."""
-    return {knob for way in operator.traits.training.ways for knob in way}
+    return {knob for way in operator.traits.ways for knob in way}
 
 
 def _knob(operator: Operator, knob: str, value: Any) -> Iterator[Remedy]:

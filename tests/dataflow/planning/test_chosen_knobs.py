@@ -12,7 +12,7 @@ from dataflow import Graph, GraphError, Model
 from dataflow.history.describe import plan_facts
 from dataflow.history.resume import RecordedRun
 from dataflow.planning.hosts import Devices, Host
-from dataflow.planning.memory_need import SPARE
+from dataflow.planning.memory_need import FILLED, SPARE, rollouts_of
 from dataflow.planning.model_size import measured
 from dataflow.planning.plan import Plan, plan
 from dataflow.runtime import Context, DeviceShare
@@ -39,10 +39,24 @@ def graph_of(
     return graph
 
 
-def planned(graph: Graph, generators: int, trainers: int, *, room: int = H100, **how: Any) -> Plan:
+def planned(
+    graph: Graph,
+    generators: int,
+    trainers: int,
+    *,
+    room: int = H100,
+    main_memory: int = 0,
+    **how: Any,
+) -> Plan:
     count = generators + trainers
     hosts = [
-        Host(name=f"h{at}", cpus=96, gpus=min(8, count), gpu_memory_bytes=room)
+        Host(
+            name=f"h{at}",
+            cpus=96,
+            gpus=min(8, count),
+            gpu_memory_bytes=room,
+            memory_bytes=main_memory,
+        )
         for at in range(-(-count // 8))
     ]
     devices = Devices.of(hosts)
@@ -89,7 +103,7 @@ def test_less_memory_takes_fewer_tokens_at_once_and_then_computes_layers_again(
     assert len(seen) >= 3
 
 
-def test_two_versions_of_405b_fit_a_host_of_eight_h200_and_none_of_eight_h100(
+def test_two_versions_of_405b_fit_eight_h200_and_of_eight_h100_one_arrives_in_main_memory(
     tmp_path: Path,
 ) -> None:
     graph = graph_of("llama-405b", tmp_path, {"tensor_parallel": 8, "weights": "fp8"})
@@ -99,8 +113,29 @@ def test_two_versions_of_405b_fit_a_host_of_eight_h200_and_none_of_eight_h100(
     versions = need.parts["weights"] + need.parts["version on its way"]
     assert versions == pytest.approx(2 * 51.3e9, rel=0.01), "as docs/weights.md has it"
     assert made.placements["trainer"].chosen["micro_batch_tokens"] == 8192
+    assert made.placements["generator"].chosen == {}
+    made = planned(graph, 8, 512)
+    need = made.placements["generator"].need
+    assert made.placements["generator"].chosen == {"arrives_in": "host"}
+    assert need is not None and "version on its way" not in need.parts
+    assert need.total < FILLED * H100 and rollouts_of(need, H100)[1] > 0
+    assert {path.executor for path in made.weight_paths} == {"nccl"}
+    assert "'generator' has arrives_in=host" in made.explain()
+    with pytest.raises(GraphError, match="main memory of host.*a version that arrives 38"):
+        planned(graph, 8, 512, main_memory=300 * GIB)
+    stays = graph_of(
+        "llama-405b",
+        tmp_path,
+        {"tensor_parallel": 8, "weights": "fp8", "arrives_in": "device"},
+    )
     with pytest.raises(GraphError, match=r"'generator.*more memory, as two versions have to fit"):
-        planned(graph, 8, 512)
+        planned(stays, 8, 512)
+
+
+def test_within_a_host_nobody_writes_into_main_memory_of_a_reader(tmp_path: Path) -> None:
+    made = planned(graph_of("qwen2.5-7b", tmp_path, {"arrives_in": "host"}), 4, 4)
+    assert {path.executor for path in made.weight_paths} == {"nccl"}
+    assert made.executor("trainer", "generator", 0, apart=False) == "nccl"
 
 
 def test_what_is_given_is_left_as_it_is(tmp_path: Path) -> None:
@@ -152,6 +187,6 @@ def test_a_trainer_takes_what_its_plan_chose_and_knobs_of_its_own_where_none_did
 @pytest.mark.parametrize("knob", ["gradient_checkpointing", "micro_batch_tokens"])
 def test_ways_have_no_values_for_knobs_that_are_given(knob: str) -> None:
     given = {"gradient_checkpointing": True, "micro_batch_tokens": 4096}[knob]
-    ways = Trainer(Model("policy"), **{knob: given}).traits.training.ways
+    ways = Trainer(Model("policy"), **{knob: given}).traits.ways
     assert ways and all(knob not in way for way in ways)
     assert len({tuple(way.items()) for way in ways}) == len(ways)

@@ -225,8 +225,9 @@ def test_a_cache_that_nobody_sizes_takes_what_is_left_beside_a_version_that_arri
     assert "takes what is left: 64.0 GiB, 256 rollouts of full length" in made.explain()
     sized = planned(80, {"generator": 1, "trainer": 4}, generator={"cache_bytes": 3 * GIB})
     assert "takes what is left" not in sized.explain()
+    too_small, gpus = need.total / FILLED / GIB - 0.1, {"generator": 1, "trainer": 4}
     with pytest.raises(GraphError, match=r"generator.*version on its way.*two versions"):
-        planned(need.total / FILLED / GIB - 0.1, {"generator": 1, "trainer": 4})
+        planned(too_small, gpus, generator={"arrives_in": "device"})
 
 
 def test_a_version_of_several_ranks_arrives_in_the_type_that_all_readers_want() -> None:

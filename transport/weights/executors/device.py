@@ -58,6 +58,10 @@ class TransferDevice:
         """The tensor in main memory, whole once a later mark is reached."""
         return tensor
 
+    def host_memory(self, nbytes: int) -> torch.Tensor:
+        """uint8[nbytes] in main memory, under an address of this device."""
+        return torch.empty(nbytes, dtype=torch.uint8)
+
     def copier(
         self,
         destinations: Sequence[torch.Tensor],
@@ -112,12 +116,33 @@ class CudaDevice(TransferDevice):
             if tensor.device == self.device:
                 tensor.record_stream(stream)
 
+    def host_memory(self, nbytes: int) -> torch.Tensor:
+        """Pinned memory, which a GPU reaches under its address (CUDA's unified addressing)."""
+        pinned = torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
+        return torch.as_tensor(_Addressed(pinned), device=self.device)
+
     def fetch(self, tensor: torch.Tensor) -> torch.Tensor:
         """A copy in pinned memory; what lies in main memory stays there."""
         if tensor.device.type == "cpu":
             return tensor
         pinned = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
         return pinned.copy_(tensor, non_blocking=True)
+
+
+class _Addressed:
+    """Bytes by their address alone, as `__cuda_array_interface__` has it; keeps them."""
+
+    def __init__(self, pinned: torch.Tensor) -> None:
+        self._pinned = pinned
+
+    @property
+    def __cuda_array_interface__(self) -> dict[str, Any]:
+        return {
+            "shape": (self._pinned.numel(),),
+            "typestr": "|u1",
+            "data": (self._pinned.data_ptr(), False),
+            "version": 2,
+        }
 
 
 def transfer_device(device: str | torch.device | TransferDevice) -> TransferDevice:

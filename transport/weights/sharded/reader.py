@@ -55,6 +55,7 @@ class ShardedReader:
         ranks: int | None = None,
         adopt: Literal["view", "copy"] = "view",
         device: str | torch.device | TransferDevice = "cpu",
+        in_host: bool = False,
         deadlines: Deadlines | None = None,
         clock: Callable[[], float] = time.monotonic,
         attempt: int = 0,
@@ -69,15 +70,17 @@ class ShardedReader:
         is a pointer flip; "copy" copies into the parameters' own memory. Tensors that are no
         Parameter, or have another dtype or device, are always copied. `device`: where versions
         arrive; a GPU where the trainer sends by nccl, and then `adopt` is called on the stream that
-        reads the tensors. `attempt`: the scheduler's, at this process; a later one takes the rank's
-        place, whatever clocks say. `memory`: stands in for a GPU's, by cuda_ipc. `host`: where the
-        trainer may be on another host than this rank. `seek`: where the trainer listens now, asked
-        while it is silent; empty where nobody knows.
+        reads the tensors. `in_host`: versions come over the device into main memory, one at a time,
+        and are copied from there. `attempt`: the scheduler's, at this process; a later one takes
+        the rank's place, whatever clocks say. `memory`: stands in for a GPU's, by cuda_ipc. `host`:
+        where the trainer may be on another host than this rank. `seek`: where the trainer listens
+        now, asked while it is silent; empty where nobody knows.
         """
         self.layout, self.rank, self.name = layout, rank, name
         self.ranks = ranks if ranks is not None else layout.ranks
         self._deadlines = deadlines or Deadlines()
         self._view, self._device, self._clock = adopt == "view", transfer_device(device), clock
+        self._in_host = in_host
         self._buffers: ReceiveBuffers | None = None
         self._memory_of = functools.cache(
             lambda backend: peer_memory(backend, self._device.device, memory)
@@ -160,7 +163,12 @@ class ShardedReader:
                 " model"
             )
         self._buffers = ReceiveBuffers(
-            self.layout, self.rank, tensors, view=self._view, device=self._device
+            self.layout,
+            self.rank,
+            tensors,
+            view=self._view,
+            device=self._device,
+            in_host=self._in_host,
         )
         self._started = True
         self._control.start()
@@ -459,4 +467,5 @@ class Receiving:
             sending=False,
             depth=DEPTH,
             device=self._device,
+            direct=not self._buffers.in_host,
         )

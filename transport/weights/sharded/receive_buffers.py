@@ -25,7 +25,12 @@ class Buffer:
     """One version's local tensors, flat."""
 
     def __init__(
-        self, number: int, flat: FlatLayout, device: torch.device, shared: PeerMemory | None
+        self,
+        number: int,
+        flat: FlatLayout,
+        device: TransferDevice,
+        shared: PeerMemory | None,
+        in_host: bool,
     ) -> None:
         self.number, self.shared = number, shared
         self.read: Mark = None
@@ -34,11 +39,12 @@ class Buffer:
         self.epoch, self.version = 0, -1
         self.own = None if shared is None else shared.allocate(flat.nbytes)
         """What opens it to the senders, where they write into it."""
-        self.memory = (
-            self.own.buffer
-            if self.own
-            else torch.empty(flat.nbytes, dtype=torch.uint8, device=device)
-        )
+        if self.own:
+            self.memory = self.own.buffer
+        elif in_host:
+            self.memory = device.host_memory(flat.nbytes)
+        else:
+            self.memory = torch.empty(flat.nbytes, dtype=torch.uint8, device=device.device)
         self.views = {
             spec.name: view
             for spec, view in zip(flat.tensors, buffers.views(flat, self.memory), strict=True)
@@ -56,11 +62,14 @@ class ReceiveBuffers:
         *,
         view: bool,
         device: TransferDevice,
+        in_host: bool = False,
     ) -> None:
-        """`tensors`: attached. LayoutMismatch when they are not the rank's local ones."""
+        """`tensors`: attached. `in_host`: one alone, in main memory. LayoutMismatch when they are
+        not the rank's local ones.
+        """
         self._attached = device.mark()
         self._flat = _flat(layout, rank)
-        self._view, self._device = view, device
+        self._view, self._device, self.in_host = view, device, in_host
         self._targets: dict[str, list[torch.Tensor]] = {}
         if self._flat is not None:
             by_spec = self._flat.arrange(tensors, f"rank {rank} of the reader group")
@@ -80,7 +89,8 @@ class ReceiveBuffers:
     def has_room(self) -> bool:
         """Whether one version more can be received, with at most two held then."""
         return not self.is_empty and (
-            len(self._buffers) < 2 or any(buffer.use == "free" for buffer in self._buffers)
+            len(self._buffers) < (1 if self.in_host else 2)
+            or any(buffer.use == "free" for buffer in self._buffers)
         )
 
     def take(self, epoch: int, shared: PeerMemory | None) -> Buffer | None:
@@ -109,7 +119,7 @@ class ReceiveBuffers:
         long.
         """
         assert self._flat is not None, "who holds nothing receives nothing"
-        buffer = Buffer(next(self._numbers), self._flat, self._device.device, shared)
+        buffer = Buffer(next(self._numbers), self._flat, self._device, shared, self.in_host)
         if self._partial:
             self._device.after(self._attached)
         for name in self._partial:

@@ -141,14 +141,15 @@ def compiled(
     sending: bool,
     depth: int,
     device: TransferDevice,
+    direct: bool = True,
 ) -> list[ChunkMessage]:
     """The steps of a transfer, peer by peer; `depth` of them may be under way at once.
 
     `chunks`: by the peer's rank in the process group, in the order of the plan's matchings.
-    `device`: where messages lie.
+    `device`: where messages lie. `direct`: they may lie in the tensors.
     """
     steps = [
-        step_of(peer, number, chunk, tensors, sending, device)
+        step_of(peer, number, chunk, tensors, sending, device, direct)
         for peer, cut in chunks.items()
         for number, chunk in enumerate(cut, 1)
     ]
@@ -167,6 +168,7 @@ def step_of(
     tensors: Mapping[str, torch.Tensor],
     sending: bool,
     device: TransferDevice,
+    direct: bool = True,
 ) -> ChunkMessage:
     """One message, without a bucket. `tensors`: this rank's, the source's if `sending`, else the
     destination's.
@@ -182,7 +184,7 @@ def step_of(
             sending
             or all(span.stop == length for span, length in zip(box, tensor.shape, strict=True))
         )
-    data = _run(fragments, loose, chunk.nbytes, device.device)
+    data = _run(fragments, loose, chunk.nbytes, device.device) if direct else None
     return ChunkMessage(peer, tag, chunk.nbytes, fragments, data, device)
 
 

@@ -13,10 +13,12 @@ from transport.weights import (
     AddressTaken,
     Layout,
     LayoutMismatch,
+    Mesh,
     ShardedReader,
     ShardedWriter,
     WeightError,
 )
+from transport.weights.executors.device import TransferDevice
 from transport.weights.protocol.messages import BROKEN
 from transport.weights.protocol.ranks import Transfer, TransferOutcome
 from transport.weights.sharded.epoch_thread import EpochThread
@@ -500,3 +502,41 @@ def test_the_thread_that_keeps_the_deadline_breaks_a_transfer_off_that_passes_it
     assert ended.wait(DEADLINE_S) and outcomes == ["it was not over at its deadline: pair closed"]
     thread.abort()
     assert thread.ended(DEADLINE_S)
+
+
+class _CountedHost(TransferDevice):
+    """Tells how much main memory was asked for, and whether messages lie in it."""
+
+    def __init__(self):
+        super().__init__()
+        self.made, self.copied = [], 0
+
+    def host_memory(self, nbytes):
+        self.made.append(super().host_memory(nbytes))
+        return self.made[-1]
+
+    def copier(self, destinations, sources=None, *, threads=1):
+        (memory,) = self.made
+        places = {tensor.untyped_storage().data_ptr() for tensor in destinations}
+        assert places == {memory.untyped_storage().data_ptr()}
+        self.copied += 1
+        return super().copier(destinations, sources, threads=threads)
+
+
+def test_versions_arrive_in_main_memory_one_at_a_time_where_two_do_not_fit_a_device(tmp_path):
+    tensors = {"up": ((64, 16), "float32"), "down": ((16, 64), "float32")}
+    source = Layout.fsdp(tensors, 3)
+    cut = Layout.cut(tensors, Mesh.of(1), lambda name: (0,))
+    device, address = _CountedHost(), f"ipc://{tmp_path}/w"
+    trainer = Trainer(source, address, bucket_bytes=512)
+    group = Group(cut, address, adopt="copy", in_host=True, device=device)
+    own = group.tensors[0]["up"].data_ptr()
+    for version in range(4):
+        whole = trainer.publish(version)
+        until(lambda version=version: group.versions == {version}, group)
+        for name, tensor in group.tensors[0].items():
+            assert torch.equal(tensor.detach(), whole[name])
+    assert group.tensors[0]["up"].data_ptr() == own
+    assert len(device.made) == 1 and device.copied
+    group.close()
+    trainer.close()
