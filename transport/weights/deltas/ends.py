@@ -72,7 +72,8 @@ class _SendingDeltas(Sending):
         self, version: int, steps: list[ChunkMessage], deadline: float
     ) -> Sequence[Outbound]:
         """Receivers send their versions; the sender answers with the sizes."""
-        base_versions = self._exchange.agree({}, dict.fromkeys(self._chunks, 1), deadline)
+        counts = {step.peer: 1 for step in steps}
+        base_versions = self._exchange.agree({}, counts, deadline)
         messages: Sequence[Outbound] = steps
         with self._pins({base for (base,) in base_versions.values()} - {version}) as pinned:
             bases = {

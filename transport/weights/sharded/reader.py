@@ -13,16 +13,27 @@ from typing import Any, Literal
 
 import torch
 
-from transport.weights.errors import AddressTaken, LayoutMismatch, SegmentError, WeightError, waited
+from transport.weights.errors import (
+    AddressTaken,
+    LayoutMismatch,
+    ReaderMismatch,
+    SegmentError,
+    WeightError,
+    waited,
+)
 from transport.weights.executors.device import TransferDevice, transfer_device
 from transport.weights.executors.device_memory import DeviceMemory
 from transport.weights.layout.layout import Layout
-from transport.weights.layout.reshard import reshard
 from transport.weights.protocol.messages import BROKEN, DAMAGED, WHOLE, FormGroup, Join, Note
 from transport.weights.protocol.pace import Deadlines
-from transport.weights.protocol.ranks import GroupVersion, ReaderRank, TransferOutcome
+from transport.weights.protocol.ranks import (
+    GroupVersion,
+    ReaderRank,
+    Transfer,
+    TransferOutcome,
+)
 from transport.weights.protocol.verified import VerifiedOffer
-from transport.weights.sharded.chunks import chunks_between
+from transport.weights.sharded.chunks import chunks_to, joint_plan
 from transport.weights.sharded.control import ControlThread, MemberSocket, NetworkEnd
 from transport.weights.sharded.put import Arrivals, peer_memory
 from transport.weights.sharded.receive_buffers import Buffer, ReceiveBuffers
@@ -316,9 +327,10 @@ class ShardedReader:
     def _connect(self, form: FormGroup, meeting: Meeting) -> Receiving:
         assert self._buffers is not None
         if form.deltas:
-            raise LayoutMismatch(
+            raise ReaderMismatch(
+                self.name,
                 f"the trainer sends deltas; found a reader of whole versions at rank {self.rank} of"
-                f" group '{self.name}'; take deltas.ends.DeltaReader, or a trainer without deltas"
+                f" group '{self.name}'; take deltas.ends.DeltaReader, or a trainer without deltas",
             )
         return Receiving(self, self._buffers, form, meeting)
 
@@ -337,11 +349,7 @@ class Receiving:
     def __init__(
         self, reader: ShardedReader, buffers: ReceiveBuffers, form: FormGroup, meeting: Meeting
     ) -> None:
-        plan = reshard(Layout.from_plain(form.layout), reader.layout)
-        self._chunks = {
-            of: chunks_between(plan, of, reader.rank, form.bucket_bytes)
-            for of in plan.senders(reader.rank, form.epoch)
-        }
+        self._chunks = chunks_to(joint_plan(form), form, reader.name, reader.rank)
         self._epoch = form.epoch
         self._buffers, self._lock = buffers, reader._control.changed
         self._device = reader._device.another()
@@ -349,7 +357,7 @@ class Receiving:
         with self._device.beside():
             self._exchange = GroupExchange(
                 form,
-                form.sources + reader.rank,
+                form.sources + form.columns[reader.name][reader.rank],
                 self._device,
                 reader._deadlines.form_s,
                 meeting,
@@ -373,13 +381,13 @@ class Receiving:
             with contextlib.suppress(SegmentError, TimeoutError), self._device.beside():
                 self._ahead(self._reader._clock() + self._form_s)
 
-    def transfer(self, version: int, deadline: float) -> TransferOutcome:
+    def transfer(self, transfer: Transfer, deadline: float) -> TransferOutcome:
         """Receive a version."""
         self._reader._arriving_at = self._reader._clock()
         if self._buffers.is_empty:
             return TransferOutcome(WHOLE)
         with self._device.beside():
-            return self._transfer(version, deadline)
+            return self._transfer(transfer.version, deadline)
 
     def _transfer(self, version: int, deadline: float) -> TransferOutcome:
         try:

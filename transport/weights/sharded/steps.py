@@ -144,7 +144,7 @@ def compiled(
 ) -> list[ChunkMessage]:
     """The steps of a transfer, peer by peer; `depth` of them may be under way at once.
 
-    `chunks`: by the peer's rank in the process group, in the order of the plan's matchings.
+    `chunks`: by the peer's rank in the process group, round by round.
     `device`: where messages lie.
     """
     steps = [

@@ -19,20 +19,19 @@ from transport.weights.errors import WeightError
 from transport.weights.executors.device import TransferDevice, transfer_device
 from transport.weights.executors.device_memory import DeviceMemory
 from transport.weights.layout.layout import Layout
-from transport.weights.layout.reshard import reshard
 from transport.weights.protocol.messages import WHOLE, FormGroup, Note
 from transport.weights.protocol.pace import Deadlines
-from transport.weights.protocol.ranks import SourceRank, TransferOutcome
+from transport.weights.protocol.ranks import SourceRank, Transfer, TransferOutcome
 from transport.weights.protocol.roster import ReaderStatus, Sent
 from transport.weights.protocol.rounds import Coordinator
-from transport.weights.sharded.chunks import chunks_between
+from transport.weights.sharded.chunks import chunks_from, joint_plan
 from transport.weights.sharded.control import (
     ControlThread,
     CoordinatorSocket,
     MemberSocket,
     NetworkEnd,
 )
-from transport.weights.sharded.process_group import Backend
+from transport.weights.sharded.process_group import ONE_SIDED, Backend
 from transport.weights.sharded.put import Deposits, peer_memory
 from transport.weights.sharded.rendezvous import Meeting
 from transport.weights.sharded.staging import BorrowedTensors, Snapshots, Staging, Tensors, checked
@@ -127,6 +126,7 @@ class ShardedWriter:
                 backend=backend,
                 bucket_bytes=bucket_bytes,
                 deltas=self.deltas,
+                joint=backend not in ONE_SIDED,
                 writer=secrets.randbits(62),
                 now=clock(),
                 deadlines=self._deadlines,
@@ -308,15 +308,10 @@ class Sending:
     """The sender's end of one epoch."""
 
     def __init__(self, writer: ShardedWriter, form: FormGroup, meeting: Meeting) -> None:
-        theirs = Layout.from_plain(form.layout)
-        plan = reshard(writer.layout, theirs)
-        self._chunks = {
-            form.sources + to: chunks_between(plan, writer.rank, to, form.bucket_bytes)
-            for to in plan.receivers(writer.rank, form.epoch)
-        }
-        self._writer, self._staging, self._group = writer, writer._staging, form.group
+        plan = joint_plan(form)
+        self._chunks = chunks_from(plan, form, writer.rank)
+        self._writer, self._staging, self._form = writer, writer._staging, form
         self._device = writer._device.another()
-        self._sources, self._ranks = form.sources, form.ranks
         self._steps: dict[int, list[ChunkMessage]] = {}
         self._deposits: Deposits | None = None
         with self._device.beside():
@@ -332,7 +327,11 @@ class Sending:
                 self._deposits = Deposits(
                     self._exchange,
                     self._chunks,
-                    {peer: theirs.flat(peer - form.sources) for peer in self._chunks},
+                    {
+                        peer: at.destination.flat(rank)
+                        for peer in self._chunks
+                        for at, rank in [plan.at(peer - form.sources)]
+                    },
                     memory,
                     self._device,
                     writer._threads,
@@ -341,30 +340,38 @@ class Sending:
     def prepare(self) -> None:
         """Nothing: receivers are asked for their places after each transfer."""
 
-    def transfer(self, version: int, deadline: float) -> TransferOutcome:
+    def transfer(self, transfer: Transfer, deadline: float) -> TransferOutcome:
         """Send a version."""
         with self._device.beside():
-            self._device.after(self._staging.ready(version))
-            return self._transfer(version, deadline)
+            self._device.after(self._staging.ready(transfer.version))
+            return self._transfer(transfer.version, transfer.readers, deadline)
 
-    def _transfer(self, version: int, deadline: float) -> TransferOutcome:
+    def _transfer(self, version: int, readers: Sequence[str], deadline: float) -> TransferOutcome:
         key, tensors = self._staging.of(version)
         messages: Sequence[Outbound]
         whole: Sequence[Outbound]
         if self._deposits is not None:
             whole = messages = self._deposits.steps(key, tensors, deadline)
         else:
-            whole = steps = recent(self._steps, key, lambda: self._compiled(tensors))
+            steps = recent(self._steps, key, lambda: self._compiled(tensors))
+            taking = {column for reader in readers for column in self._form.columns[reader]}
+            whole = steps = [step for step in steps if step.peer - self._form.sources in taking]
             messages = self._agreed(version, steps, deadline)
         depth = len(messages) if self._deposits else DEPTH
         outcome = self._exchange.send(messages, self._staging.sums(version), depth, deadline)
-        sent = [0] * self._ranks
-        for message in messages:
-            sent[message.peer - self._sources] += message.nbytes
+        sent, in_full = self._bytes(messages), self._bytes(whole)
         if outcome.state == WHOLE:
             with self._writer._control.changed:
-                self._writer._sent[self._group] += sum(sent)
-        return replace(outcome, sent=sent, whole_bytes=sum(message.nbytes for message in whole))
+                for reader, columns in self._form.columns.items():
+                    self._writer._sent[reader] += sum(sent[columns.start : columns.stop])
+        return replace(outcome, sent=sent, whole=in_full)
+
+    def _bytes(self, messages: Sequence[Outbound]) -> list[int]:
+        """By rank of the readers."""
+        nbytes = [0] * (self._form.size - self._form.sources)
+        for message in messages:
+            nbytes[message.peer - self._form.sources] += message.nbytes
+        return nbytes
 
     def abort(self) -> None:
         """End what runs, from another thread."""

@@ -369,14 +369,7 @@ def test_borrowed_tensors_have_no_deltas(address):
 
 def test_both_ends_are_told_whether_there_are_deltas():
     form = FormGroup(
-        epoch=1,
-        group="g",
-        ranks=1,
-        sources=1,
-        layout={},
-        store="s",
-        backend="gloo",
-        bucket_bytes=1,
+        epoch=1, sources=1, readers=[], layouts=[], store="s", backend="gloo", bucket_bytes=1
     )
     assert not form.deltas
     assert CODEC.decode(CODEC.encode(structs.replace(form, deltas=True))).deltas
