@@ -471,7 +471,7 @@ WEIGHT_PLANE = (
         "transport:Coordinator._form",
         assigned(
             "epoch",
-            "_Epoch(number=number, groups=groups, waiting=set(), deadline=now + 9.0,"
+            "Epoch(number=number, groups=groups, waiting=set(), deadline=now + 9.0,"
             " known=vars(self).setdefault('known', {}),"
             " asking=vars(self).setdefault('asking', {}))",
             "deadline",

@@ -194,6 +194,48 @@ class Group:
         return {seat.peer for seat in self.seats.values()}
 
 
+@dataclass(kw_only=True)
+class Epoch:
+    """The trainer's ranks and those of some groups, with one process group."""
+
+    number: int
+    groups: list[Group]
+    phase: Phase = Phase.FORMING
+    waiting: set[bytes]
+    """Peers whose answer ends the phase."""
+    deadline: float
+    idle_at: float = 0.0
+    """When its last transfer was over."""
+    round: int = 0
+    version: int = -1
+    """That is being transferred, or was last."""
+    taking: list[Group] = field(default_factory=list)
+    """Groups that take part in the transfer."""
+    known: dict[str, bytes] = field(default_factory=dict)
+    """By which ranks find each other."""
+    asking: dict[str, set[bytes]] = field(default_factory=dict)
+    """Peers that wait for one of them."""
+
+    def rest(self, now: float) -> None:
+        """It stands, and nothing is under way."""
+        self.phase, self.deadline, self.idle_at = Phase.IDLE, float("inf"), now
+
+    @property
+    def is_adopting(self) -> bool:
+        """Whether some group has a version that it does not compute with yet."""
+        return any(group.phase is Phase.VERIFIED for group in self.groups)
+
+    @property
+    def peers(self) -> set[bytes]:
+        """Of all groups."""
+        return set().union(*(group.peers for group in self.groups))
+
+    @property
+    def is_sound(self) -> bool:
+        """Whether each group has had a version since an epoch of it broke, if one did."""
+        return not any(group.faults for group in self.groups)
+
+
 class Roster(ABC):
     """The present members. Subclasses decide what follows: `_gathered`, `_receive`, and their own
     messages.

@@ -52,7 +52,15 @@ from transport.weights.protocol.messages import (
     WriterHeartbeat,
 )
 from transport.weights.protocol.pace import Deadlines, FreezeWatch
-from transport.weights.protocol.roster import Group, MemberRank, Outgoing, Phase, Roster, Sent
+from transport.weights.protocol.roster import (
+    Epoch,
+    Group,
+    MemberRank,
+    Outgoing,
+    Phase,
+    Roster,
+    Sent,
+)
 
 
 @dataclass(kw_only=True)
@@ -70,48 +78,6 @@ EPOCHS = 4
 """At most, between a trainer and all its readers."""
 GATHER_BEATS = 2
 """Heartbeats that an epoch waits for the other readers that are known."""
-
-
-@dataclass(kw_only=True)
-class _Epoch:
-    """The trainer's ranks and those of some groups, with one process group."""
-
-    number: int
-    groups: list[Group]
-    phase: Phase = Phase.FORMING
-    waiting: set[bytes]
-    """Peers whose answer ends the phase."""
-    deadline: float
-    idle_at: float = 0.0
-    """When its last transfer was over."""
-    round: int = 0
-    version: int = -1
-    """That is being transferred, or was last."""
-    taking: list[Group] = field(default_factory=list)
-    """Groups that take part in the transfer."""
-    known: dict[str, bytes] = field(default_factory=dict)
-    """By which ranks find each other."""
-    asking: dict[str, set[bytes]] = field(default_factory=dict)
-    """Peers that wait for one of them."""
-
-    def rest(self, now: float) -> None:
-        """It stands, and nothing is under way."""
-        self.phase, self.deadline, self.idle_at = Phase.IDLE, float("inf"), now
-
-    @property
-    def is_adopting(self) -> bool:
-        """Whether some group has a version that it does not compute with yet."""
-        return any(group.phase is Phase.VERIFIED for group in self.groups)
-
-    @property
-    def peers(self) -> set[bytes]:
-        """Of all groups."""
-        return set().union(*(group.peers for group in self.groups))
-
-    @property
-    def is_sound(self) -> bool:
-        """Whether each group has had a version since an epoch of it broke, if one did."""
-        return not any(group.faults for group in self.groups)
 
 
 class Coordinator(Roster):
@@ -147,7 +113,7 @@ class Coordinator(Roster):
         self._ranks, self._key, self._trainer, self._store = ranks, key, dict(layout), store
         self._backend, self._bucket_bytes, self._deltas = backend, bucket_bytes, deltas
         self._joint = joint
-        self._alive: dict[int, _Epoch] = {}
+        self._alive: dict[int, Epoch] = {}
         self._sources: dict[int, _Source] = {}
         self._left: set[int] = set()
         self._begun = now
@@ -370,7 +336,7 @@ class Coordinator(Roster):
 
     def _form(self, groups: list[Group], now: float) -> Outgoing:
         number = self._next_epoch()
-        epoch = _Epoch(
+        epoch = Epoch(
             number=number, groups=groups, waiting=set(), deadline=now + self.deadlines.form_s
         )
         self._alive[number] = epoch
@@ -403,7 +369,7 @@ class Coordinator(Roster):
         epoch = self._alive.get(group.epoch)
         return self._end(epoch) if epoch else []
 
-    def _end(self, epoch: _Epoch) -> Outgoing:
+    def _end(self, epoch: Epoch) -> Outgoing:
         """All its ranks that live join again."""
         del self._alive[epoch.number]
         peers = self._sender_peers | epoch.peers
@@ -411,7 +377,7 @@ class Coordinator(Roster):
             group.end()
         return [(peer, Fenced(epoch=epoch.number, replaced=False)) for peer in sorted(peers)]
 
-    def _break(self, epoch: _Epoch, fault: str) -> Outgoing:
+    def _break(self, epoch: Epoch, fault: str) -> Outgoing:
         """End it, as it did not do what it was for."""
         groups = epoch.groups
         for group in groups:
@@ -439,7 +405,7 @@ class Coordinator(Roster):
         return self._answered(epoch, peer, group, message, now)
 
     def _answered(
-        self, epoch: _Epoch, peer: bytes, group: Group | None, message: MemberMessage, now: float
+        self, epoch: Epoch, peer: bytes, group: Group | None, message: MemberMessage, now: float
     ) -> Outgoing:
         """Of a rank in this epoch; `group`: of a reader's."""
         match message:
@@ -461,7 +427,7 @@ class Coordinator(Roster):
                 return self._transferred(epoch, peer, group, message, now)
         return []
 
-    def _formed(self, epoch: _Epoch, peer: bytes, message: FormResult, now: float) -> Outgoing:
+    def _formed(self, epoch: Epoch, peer: bytes, message: FormResult, now: float) -> Outgoing:
         if misfit := self._groups.get(message.misfit):
             self.faults[misfit.name] = message.fault
             denied = [(end, Denied(reason=message.fault)) for end in sorted(misfit.peers)]
@@ -477,7 +443,7 @@ class Coordinator(Roster):
             group.enter(Phase.IDLE, set())
         return self._advance(epoch, now)
 
-    def _advance(self, epoch: _Epoch, now: float) -> Outgoing:
+    def _advance(self, epoch: Epoch, now: float) -> Outgoing:
         """Start what can be started."""
         out = self._gather(now) if epoch.phase is Phase.IDLE else []
         version = self.newest
@@ -496,7 +462,7 @@ class Coordinator(Roster):
         taking = [group for group in behind if group.phase is Phase.IDLE]
         return out + self._start(epoch, version, taking, now) if taking else out
 
-    def _start(self, epoch: _Epoch, version: int, taking: list[Group], now: float) -> Outgoing:
+    def _start(self, epoch: Epoch, version: int, taking: list[Group], now: float) -> Outgoing:
         epoch.round, epoch.version, epoch.taking = epoch.round + 1, version, taking
         for group in taking:
             group.round, group.offered, group.began = epoch.round, version, now
@@ -517,7 +483,7 @@ class Coordinator(Roster):
 
     def _transferred(
         self,
-        epoch: _Epoch,
+        epoch: Epoch,
         peer: bytes,
         group: Group | None,
         message: TransferResult,
@@ -541,7 +507,7 @@ class Coordinator(Roster):
         epoch.rest(now)
         return out + self._advance(epoch, now)
 
-    def _count(self, epoch: _Epoch, source: _Source, message: TransferResult) -> None:
+    def _count(self, epoch: Epoch, source: _Source, message: TransferResult) -> None:
         first = 0
         for group in epoch.groups:
             columns = slice(first, first + len(group.seats))
@@ -551,7 +517,7 @@ class Coordinator(Roster):
         sent, whole = self.traffic
         self.traffic = (sent + sum(message.sent), whole + sum(message.whole))
 
-    def _ended(self, epoch: _Epoch, group: Group, now: float) -> Outgoing:
+    def _ended(self, epoch: Epoch, group: Group, now: float) -> Outgoing:
         """Its transfer."""
         group.faults = 0
         if group.damage:
@@ -568,7 +534,7 @@ class Coordinator(Roster):
 
     def _adopted(
         self,
-        epoch: _Epoch,
+        epoch: Epoch,
         group: Group,
         peer: bytes,
         message: Committed | ReaderHeartbeat,
@@ -602,7 +568,7 @@ class Coordinator(Roster):
         )
 
 
-def _told(epoch: _Epoch, key: str) -> StoredValue:
+def _told(epoch: Epoch, key: str) -> StoredValue:
     return StoredValue(epoch=epoch.number, key=key, value=epoch.known[key])
 
 
