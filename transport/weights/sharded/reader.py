@@ -8,7 +8,7 @@ import contextlib
 import functools
 import socket as sockets
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
 import torch
@@ -16,7 +16,6 @@ import torch
 from transport.weights.errors import (
     AddressTaken,
     LayoutMismatch,
-    ReaderMismatch,
     SegmentError,
     WeightError,
     waited,
@@ -37,6 +36,7 @@ from transport.weights.sharded.chunks import chunks_to, joint_plan
 from transport.weights.sharded.control import ControlThread, MemberSocket, NetworkEnd
 from transport.weights.sharded.put import Arrivals, peer_memory
 from transport.weights.sharded.receive_buffers import Buffer, ReceiveBuffers
+from transport.weights.sharded.recoding import WHOLE_CHUNK, Gathered, Patch, patches
 from transport.weights.sharded.rendezvous import Meeting
 from transport.weights.sharded.steps import ChunkMessage, compiled, recent
 from transport.weights.sharded.transfer import DEPTH, Arriving, GroupExchange
@@ -326,12 +326,6 @@ class ShardedReader:
 
     def _connect(self, form: FormGroup, meeting: Meeting) -> Receiving:
         assert self._buffers is not None
-        if form.deltas:
-            raise ReaderMismatch(
-                self.name,
-                f"the trainer sends deltas; found a reader of whole versions at rank {self.rank} of"
-                f" group '{self.name}'; take deltas.ends.DeltaReader, or a trainer without deltas",
-            )
         return Receiving(self, self._buffers, form, meeting)
 
     def _require_open(self) -> None:
@@ -350,7 +344,8 @@ class Receiving:
         self, reader: ShardedReader, buffers: ReceiveBuffers, form: FormGroup, meeting: Meeting
     ) -> None:
         self._chunks = chunks_to(joint_plan(form), form, reader.name, reader.rank)
-        self._epoch = form.epoch
+        self._epoch, self._sends_changes, self._is_usable = form.epoch, form.deltas, True
+        self._gathered: dict[int, Gathered] = {}
         self._buffers, self._lock = buffers, reader._control.changed
         self._device = reader._device.another()
         self._steps: dict[int, list[ChunkMessage]] = {}
@@ -458,7 +453,33 @@ class Receiving:
         return recent(self._steps, buffer.number, lambda: self._compiled(buffer))
 
     def _receive(self, steps: list[ChunkMessage], deadline: float) -> TransferOutcome:
-        return self._exchange.receive(self._exchange.expect(steps, DEPTH), deadline)
+        messages = self._changes(steps, deadline) if self._sends_changes else steps
+        outcome = self._exchange.receive(self._exchange.expect(messages, DEPTH), deadline)
+        if outcome.state == DAMAGED and any(isinstance(message, Patch) for message in messages):
+            self._is_usable = False
+        return outcome
+
+    def _changes(
+        self, steps: list[ChunkMessage], deadline: float
+    ) -> Sequence[ChunkMessage | Patch]:
+        """The messages as their senders will send them, knowing what version this rank has."""
+        with self._lock:
+            base = self._buffers.base(self._epoch) if self._is_usable else None
+        exact = set(self._chunks) - {step.peer for step in steps if step.casts}
+        bases = {peer: [base.version if base and peer in exact else -1] for peer in self._chunks}
+        peer_sizes = self._exchange.agree(
+            bases, {peer: len(cut) for peer, cut in self._chunks.items()}, deadline
+        )
+        if base is None or all(
+            size == WHOLE_CHUNK for of_peer in peer_sizes.values() for size in of_peer
+        ):
+            return patches(steps, peer_sizes, None)
+        gathered = recent(
+            self._gathered,
+            base.number,
+            lambda: Gathered(self._chunks, base.views, sending=False, device=self._device),
+        )
+        return patches(steps, peer_sizes, gathered)
 
     def _compiled(self, buffer: Buffer) -> list[ChunkMessage]:
         return compiled(
