@@ -3,7 +3,7 @@
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 from dataflow.limits import Limits
 from dataflow.planning.executors import ON_GPU
@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from transport.weights.protocol.pace import Deadlines
     from transport.weights.shard_encoder import ShardEncoder
     from transport.weights.sharded.control import CoordinatorSocket, NetworkEnd
+    from transport.weights.sharded.process_group import Backend
 
 # A trainer's end of its weight plane where its readers are reached in several ways.
 
@@ -104,11 +105,10 @@ def open_reader(
     # On a GPU an engine's captured graphs keep pointers to its parameters, which must not move.
     adopt: Literal["view", "copy"] = "view" if device == "cpu" else "copy"
     if site.is_sharded:
-        from transport.weights import FlatLayout
-        from transport.weights.deltas.ends import DeltaReader
+        from transport.weights import FlatLayout, ShardedReader
         from transport.weights.layout.rank_slices import layout_of_slices
 
-        end = DeltaReader(
+        end = ShardedReader(
             layout_of_slices(FlatLayout.of(tensors), slices),
             rank,
             site.address,
@@ -156,18 +156,14 @@ def shards_writer(
     listeners: by address, of rank 0; one that is taken is taken out.
     """
     from transport.weights import ShardedWriter
-    from transport.weights.deltas.ends import DeltaWriter
 
-    link = site.link_bytes_per_s
-    writer: Callable[..., ShardedWriter] = ShardedWriter
-    if link is not None:
-        writer = functools.partial(DeltaWriter, link_bytes_per_s=link)
-    return writer(
+    return ShardedWriter(
         layout,
         rank,
         site.address,
         ranks=ranks,
-        backend=site.executor,
+        backend=cast("Backend", site.executor),
+        link_bytes_per_s=site.link_bytes_per_s,
         device=_memory(site, device),
         hold="until_settle" if site.zero_copy else "snapshot",
         deadlines=_deadlines(limits),
@@ -323,11 +319,11 @@ def preload() -> None:
     """Import what writers and readers of weights need, in the process that workers are forked
     from.
     """
-    import transport.weights.deltas.ends
     import transport.weights.encoding
     import transport.weights.executors.interface
     import transport.weights.layout.from_torch
     import transport.weights.rank_reader
     import transport.weights.shard_encoder
     import transport.weights.sharded.control
+    import transport.weights.sharded.reader
     import transport.weights.sharded.writer  # noqa: F401

@@ -229,7 +229,7 @@ WEIGHT_PLANE = (
         "a version is visible only when all ranks have it",
         "test_no_rank_sees_a_version_before_all_of_its_group_have_it",
         "transport:Coordinator._transferred",
-        never("answered"),
+        never("waiting"),
         "waiting for all ranks",
     ),
     Law(
@@ -436,7 +436,7 @@ WEIGHT_PLANE = (
     Law(
         "no rank enters a collective before all are ready",
         "test_no_rank_enters_a_transfer_before_all_have_said_ready",
-        "transport:Coordinator._offer",
+        "transport:Coordinator._advance",
         never("late"),
         "waiting for all",
     ),
@@ -455,7 +455,7 @@ WEIGHT_PLANE = (
         "every round has a deadline",
         "test_a_round_that_a_rank_does_not_answer_ends_at_its_deadline_and_says_in_what",
         "transport:Coordinator.tick",
-        never("deadline"),
+        never("group", "deadline"),
         "the deadline",
     ),
     Law(
@@ -468,8 +468,14 @@ WEIGHT_PLANE = (
     Law(
         "ranks on several hosts meet afresh each epoch",
         "test_ranks_tell_each_other_where_they_are_once_it_is_known_and_in_their_epoch_alone",
-        "transport.weights.protocol:Group.begin",
-        without("known"),
+        "transport:Coordinator._form",
+        assigned(
+            "epoch",
+            "Epoch(number=number, groups=groups, waiting=set(), deadline=now + 9.0,"
+            " known=vars(self).setdefault('known', {}),"
+            " asking=vars(self).setdefault('asking', {}))",
+            "deadline",
+        ),
         "starting without values",
     ),
     Law(

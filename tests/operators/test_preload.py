@@ -31,7 +31,8 @@ from operators.engine.decode import Engine
 from operators.models.loading import load_model
 from operators.training.learner.build import make_learner
 from dataflow.worker import weight_ports
-from transport.weights.deltas.ends import DeltaReader, DeltaWriter
+from transport.weights.sharded.reader import ShardedReader
+from transport.weights.sharded.writer import ShardedWriter
 from transport.weights.sharded.process_group import abort_gloo
 load_model(model)
 import torch.distributed.tensor

@@ -56,53 +56,48 @@ class Sent:
             # a greeting; a word that bytes are there
             if end is None or (end._deposits is not None and tag < SUMS_TAG):
                 return send(group, tensor, peer, tag)
-            self._write(
-                to=group.to,
-                sender=group.rank,
-                receiver=peer - group.sources,
-                tag=tag,
-                nbytes=tensor.nbytes,
-            )
+            self._write(**group.peers[peer], sender=group.rank, tag=tag, nbytes=tensor.nbytes)
             return send(group, tensor, peer, tag)
 
         def beginning(end: Any, writer: Any, form: Any, stop: Any) -> None:
             begin(end, writer, form, stop)
             group = end._exchange._group
-            group.to, group.sources = form.group, form.sources
-            for fragment in [
-                each
-                for chunks in end._chunks.values()
+            group.peers = {
+                form.sources + column: {"to": reader, "receiver": rank}
+                for reader, columns in form.columns.items()
+                for rank, column in enumerate(columns)
+            }
+            for peer, fragment in [
+                (peer, each)
+                for peer, chunks in end._chunks.items()
                 for chunk in chunks
                 for each in chunk.fragments
             ]:
-                copy = fragment.copy
                 self._write(
-                    to=form.group,
+                    **group.peers[peer],
                     sender=writer.rank,
-                    receiver=copy.destination_rank,
                     epoch=form.epoch,
-                    tensor=copy.tensor,
+                    tensor=fragment.copy.tensor,
                     part=fragment.nbytes,
                 )
 
-        def transferring(end: Any, version: int, deadline: float) -> Any:
+        def transferring(end: Any, turn: Any, deadline: float) -> Any:
             now.end = end
             try:
-                outcome = transfer(end, version, deadline)
+                outcome = transfer(end, turn, deadline)
             finally:
                 del now.end
             group = end._exchange._group
-            self._write(
-                to=group.to, sender=group.rank, version=version, kernel=_bytes_sent(group.sockets)
-            )
+            kernel = _bytes_sent(group.sockets)
+            for reader in turn.readers:
+                self._write(to=reader, sender=group.rank, version=turn.version, kernel=kernel)
             return outcome
 
         def packing(deposit: Any, sums: Any) -> Any:
             group = now.end._exchange._group
             self._write(
-                to=group.to,
+                **group.peers[deposit.peer],
                 sender=group.rank,
-                receiver=deposit.peer - group.sources,
                 tag=deposit.tag,
                 nbytes=sum(there.nbytes for there in deposit._copier._destinations),
             )

@@ -3,6 +3,7 @@
 TransportError
 └── WeightError            misuse: wrong order of calls, a version that goes back
     ├── LayoutMismatch     two descriptions of one model differ
+    │   └── ReaderMismatch     the trainer's, and that of one of its readers
     ├── ChecksumMismatch   the bytes of a version are not those that were published
     ├── AddressTaken       another writer, or another reader of this name, is alive here
     └── SegmentError       the memory for a version cannot be had
@@ -14,6 +15,7 @@ __all__ = [
     "AddressTaken",
     "ChecksumMismatch",
     "LayoutMismatch",
+    "ReaderMismatch",
     "SegmentError",
     "WeightError",
 ]
@@ -25,6 +27,15 @@ class WeightError(TransportError):
 
 class LayoutMismatch(WeightError):
     """Two layouts, or a layout and the tensors handed in, do not describe the same model."""
+
+
+class ReaderMismatch(LayoutMismatch):
+    """One reader cannot take what the trainer sends; others may."""
+
+    def __init__(self, reader: str, why: str) -> None:
+        super().__init__(why)
+        self.reader = reader
+        """Its name."""
 
 
 class ChecksumMismatch(WeightError):

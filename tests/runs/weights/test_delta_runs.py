@@ -11,7 +11,7 @@ from rigs.graphs import tiny_graph
 from dataflow import Result, run
 from dataflow.folder.run_folder import RunFolder
 from dataflow.planning.executors import SCAN_BYTES_PER_S
-from transport.weights.deltas import recoding
+from transport.weights.sharded import recoding
 
 pytestmark = [pytest.mark.usefixtures("machine", "one_core"), pytest.mark.timeout(180)]
 

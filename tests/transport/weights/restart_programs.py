@@ -29,7 +29,7 @@ from transport.weights.memory import buffers
 from transport.weights.memory.attached import Attached
 from transport.weights.protocol.messages import Offer, StartTransfer
 from transport.weights.protocol.ranks import ReaderRank, SourceRank
-from transport.weights.protocol.rounds import Coordinator, Group, Phase
+from transport.weights.protocol.rounds import Coordinator
 from transport.weights.protocol.segments import SegmentOffers
 from transport.weights.sharded.steps import ChunkMessage
 
@@ -123,12 +123,6 @@ def _offered(reader: WeightReader) -> int:
     return reader._membership.offer.version if reader._membership.offer else -1
 
 
-def _is_starting(coordinator: Coordinator, group: Group, version: int) -> bool:
-    """Whether a transfer of this version starts, as all have announced themselves."""
-    is_idle = group.phase is Phase.IDLE and group.peers <= group.ready
-    return is_idle and coordinator.newest == version > max(group.version, group.refused)
-
-
 def _hears_of(word: object, version: int) -> bool:
     """Whether this is the first that a rank of a reader hears of a version, ready ahead or not."""
     return isinstance(word, Offer | StartTransfer) and word.version == version
@@ -164,9 +158,7 @@ GENERATOR_DIES = {
 
 SHARDED_TRAINER_DIES = {
     "forming": dies(SourceRank, "formed", nth(1)),
-    "all ready": dies(
-        Coordinator, "_offer", lambda coordinator, group, _: _is_starting(coordinator, group, 2)
-    ),
+    "all ready": dies(Coordinator, "_start", lambda _, epoch, version, *rest: version == 2),
     "sending": dies(ChunkMessage, "pack", nth(6)),
     "sent": dies(SourceRank, "transferred", nth(2)),
     "all verified": dies(Coordinator, "_verified", lambda _, group: group.offered == 2),

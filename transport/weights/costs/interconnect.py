@@ -12,15 +12,13 @@ long as the busiest GPU. Packing, casting and waiting for stragglers are not in 
 
 from __future__ import annotations
 
-import heapq
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
 from transport.weights.costs.amounts import amount
-from transport.weights.layout.matchings import in_turn, matchings, slowest
+from transport.weights.layout.matchings import matchings
 from transport.weights.layout.shards import Ints
 
 KINDS = ("local", "within", "between")
@@ -116,36 +114,20 @@ def cost(pair_bytes: Ints, links: Interconnect) -> Cost:
     )
 
 
-def in_rounds(pair_bytes: Ints, readers: int, links: Interconnect) -> tuple[int, float]:
-    """How many rounds each of `readers` alike goes through, and seconds until the last is through,
-    all at once: each destination rank goes through its senders in their order, and a source rank
-    serves one message after the other.
+def in_rounds(pair_bytes: Ints, links: Interconnect) -> tuple[int, float]:
+    """How many rounds the ranks go through, and seconds until the last is through: each rank has
+    one message under way, and goes on when its peer has come to it too.
     """
-    sources, destinations = pair_bytes.shape
-    width = destinations // readers
     seconds = pair_bytes / _speeds(links)[_kinds(pair_bytes.shape, links)]
     seconds += -(-pair_bytes // links.bucket_bytes) * links.message_s
-    rounds, free = 0, [0.0] * sources
-    queues: list[Iterator[int]] = []
-    table = block = np.zeros((0, 0), np.int64)
-    for reader in range(readers):
-        own = pair_bytes[:, reader * width : (reader + 1) * width]
-        if not np.array_equal(own, block):
-            table, block = matchings(own), own
-        places = in_turn(slowest(table, own), reader + 1)
-        rounds = max(rounds, len(places))
-        for column in table.T:
-            peers = np.flatnonzero(column >= 0)
-            queues.append(iter(peers[np.argsort(places[column[peers]])].tolist()))
-    ready = [(0.0, rank) for rank in range(width * readers)]
-    over = 0.0
-    while ready:
-        now, rank = heapq.heappop(ready)
-        if (source := next(queues[rank], None)) is not None:
-            free[source] = max(now, free[source]) + float(seconds[source, rank])
-            over = max(over, free[source])
-            heapq.heappush(ready, (free[source], rank))
-    return rounds, over
+    table = matchings(pair_bytes)
+    rounds, (sources, destinations) = int(table.max(initial=-1)) + 1, pair_bytes.shape
+    sent, received = np.zeros(sources), np.zeros(destinations)
+    for number in range(rounds):
+        source, destination = np.nonzero(table == number)
+        over = np.maximum(sent[source], received[destination]) + seconds[source, destination]
+        sent[source] = received[destination] = over
+    return rounds, float(max(sent.max(), received.max()))
 
 
 def _kinds(shape: tuple[int, ...], links: Interconnect) -> Ints:

@@ -95,12 +95,11 @@ class OnPaper:
         return "\n".join(lines)
 
     def _rounds(self) -> str:
-        readers = self.readers.replicas
-        rounds, seconds = in_rounds(self.plan.pair_bytes, readers, self.links)
+        rounds, seconds = in_rounds(self.plan.pair_bytes, self.links)
         return (
-            f"{rounds:,} rounds of each reader, in each of which a rank has one peer at most;"
-            f" {readers:,} readers at once: {seconds:.3g} s, {seconds / self.made.seconds:.2f}"
-            f" times the floor of {self.made.seconds:.3g} s"
+            f"{rounds:,} rounds over one communicator, in each of which a rank has one peer at"
+            f" most: {seconds:.3g} s, {seconds / self.made.seconds:.2f} times the floor of"
+            f" {self.made.seconds:.3g} s"
         )
 
     def _most(self, side: str, nbytes: Ints) -> str:

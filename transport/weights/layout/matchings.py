@@ -50,25 +50,6 @@ def slowest(table: Ints, pair_bytes: Ints) -> Ints:
     return largest
 
 
-def in_turn(largest: Ints, turn: int) -> Ints:
-    """[matchings]: the place of each in the order in which the group of ranks of this number goes
-    through them. `largest`: as of `slowest`.
-
-    Groups that exchange with the same ranks at the same time begin at other matchings among those
-    of like sizes (van der Corput's sequence), so that a rank's peers seldom come to it at once.
-    """
-    places = np.arange(len(largest))
-    share = int(f"{turn & 0xFFFF:016b}"[::-1], 2) / (1 << 16)
-    first = 0
-    while first < len(largest):
-        sizes = largest[first:]
-        alike = (sizes * LIKE >= sizes[0]) & (sizes <= sizes[0] * LIKE)
-        count = len(alike) if alike.all() else int(alike.argmin())
-        places[first : first + count] = first + (np.arange(count) - int(count * share)) % count
-        first += count
-    return places
-
-
 def _of_like_sizes(
     edges: Sequence[tuple[int, int]], sizes: Sequence[int]
 ) -> list[list[tuple[int, int]]]:

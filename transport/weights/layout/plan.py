@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from transport.weights.layout.flat import ITEM_BYTES
 from transport.weights.layout.layout import Layout, TensorLayout
-from transport.weights.layout.matchings import in_turn, matchings, slowest
+from transport.weights.layout.matchings import matchings
 from transport.weights.layout.shards import Ints, Shards
 
 Box = tuple[slice, ...]
@@ -200,29 +200,6 @@ class CopyPlan:
         return int(self.pair_bytes.sum())
 
     @functools.cached_property
-    def matchings(self) -> Ints:
-        """[source ranks, destination ranks]: in which matching each pair exchanges its bytes."""
-        return matchings(self.pair_bytes)
-
-    def receivers(self, source_rank: int, turn: int = 0) -> list[int]:
-        """To whom a source rank sends, in the order of the matchings; nobody, where it holds
-        nothing. `turn`: as for `in_turn`, the same on all ranks.
-        """
-        return self._in_order(self.matchings[source_rank : source_rank + 1].ravel(), turn)
-
-    def senders(self, destination_rank: int, turn: int = 0) -> list[int]:
-        """From whom a destination rank receives, in the same order."""
-        return self._in_order(
-            self.matchings[:, destination_rank : destination_rank + 1].ravel(), turn
-        )
-
-    def _in_order(self, numbers: Ints, turn: int) -> list[int]:
-        places = in_turn(slowest(self.matchings, self.pair_bytes), turn)
-        peers = np.flatnonzero(numbers >= 0)
-        ordered: list[int] = peers[np.argsort(places[numbers[peers]])].tolist()
-        return ordered
-
-    @functools.cached_property
     def _pairs(self) -> tuple[Ints, Ints]:
         sources, destinations = self.source.ranks, self.destination.ranks
         nbytes, copies = np.zeros((2, sources * destinations), np.int64)
@@ -238,6 +215,56 @@ class CopyPlan:
                 )
                 copies += np.bincount(pair, minlength=len(copies)) * times
         return nbytes.reshape(sources, destinations), copies.reshape(sources, destinations)
+
+
+@dataclass(frozen=True, eq=False)
+class JointPlan:
+    """What moves a version from a trainer's ranks to those of several readers at once, in rounds:
+    in each of them a rank sends to one other at most, and receives from one at most.
+    """
+
+    plans: tuple[CopyPlan, ...]
+    """Of each reader."""
+    ranks: tuple[int, ...]
+    """Of each reader, counted on from one to the next; the last of them may hold nothing."""
+
+    def at(self, destination_rank: int) -> tuple[CopyPlan, int]:
+        """The plan of its reader, and its rank there."""
+        for plan, ranks in zip(self.plans, self.ranks, strict=True):
+            if destination_rank < ranks:
+                return plan, destination_rank
+            destination_rank -= ranks
+        raise IndexError("the readers have no rank of that number")
+
+    @functools.cached_property
+    def pair_bytes(self) -> Ints:
+        """[source ranks, destination ranks of all readers]: bytes on the way from each to each."""
+        padded = [
+            np.pad(plan.pair_bytes, ((0, 0), (0, ranks - plan.destination.ranks)))
+            for plan, ranks in zip(self.plans, self.ranks, strict=True)
+        ]
+        return np.concatenate(padded, axis=1)
+
+    @functools.cached_property
+    def rounds(self) -> Ints:
+        """[source ranks, destination ranks of all readers]: in which round each pair exchanges its
+        bytes, -1 where it has none.
+        """
+        return matchings(self.pair_bytes)
+
+    def receivers(self, source_rank: int) -> list[int]:
+        """To whom a source rank sends, round by round; nobody, where it holds nothing."""
+        return _in_order(self.rounds[source_rank : source_rank + 1].ravel())
+
+    def senders(self, destination_rank: int) -> list[int]:
+        """From whom a destination rank receives, round by round."""
+        return _in_order(self.rounds[:, destination_rank])
+
+
+def _in_order(rounds: Ints) -> list[int]:
+    peers = np.flatnonzero(rounds >= 0)
+    ordered: list[int] = peers[np.argsort(rounds[peers])].tolist()
+    return ordered
 
 
 def _boxes(shards: Shards, rows: Ints, low: Ints, high: Ints) -> list[Box]:

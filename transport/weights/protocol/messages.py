@@ -8,6 +8,7 @@ where many ranks send to many.
 
 from __future__ import annotations
 
+from itertools import accumulate
 from typing import Any
 
 from transport import codec
@@ -17,8 +18,9 @@ Note = dict[str, int | float | str]
 """A few small facts that the writer tells all its readers; the newest replaces the one before."""
 MESSAGE_BYTES = 256 << 20
 """The largest message; a layout of 100,000 tensors is about 10 MB, over 1,024 ranks 20 MB."""
-WHOLE, DAMAGED, BROKEN = "whole", "damaged", "broken"
-"""How a transfer may end: verified; with other bytes than were sent; not at all."""
+WHOLE, DAMAGED, BROKEN, WITHDRAWN = "whole", "damaged", "broken", "withdrawn"
+"""How a transfer may end: verified; with other bytes than were sent; not at all; not at all, as a
+source rank has the version no longer."""
 
 
 # Members
@@ -125,8 +127,6 @@ class Offer(codec.Message, kw_only=True):
 
     epoch: int
     version: int
-    round: int = 0
-    """Counts the offers of an epoch, in rounds."""
     segment: str = ""
     """Key of the buffer that holds it; empty in rounds."""
     sums: bytes = b""
@@ -145,8 +145,9 @@ class Ready(codec.Message, kw_only=True):
 
     epoch: int
     version: int = -1
-    """-1: whatever the round brings."""
+    """-1: whatever the next round brings."""
     round: int = 0
+    """The last one that I took part in, in rounds; 0 for none in this epoch."""
 
 
 class Committed(codec.Message, kw_only=True):
@@ -214,19 +215,26 @@ class SourceFailed(codec.Message, kw_only=True):
 # Rounds: groups and transfers
 
 
+class EpochReader(codec.Message, kw_only=True):
+    """A reader in an epoch."""
+
+    name: str
+    ranks: int
+    layout: int
+    """Number of its layout in the epoch."""
+
+
 class FormGroup(codec.Message, kw_only=True):
-    """Coordinator to all ranks of both sides: make a process group for this epoch; source ranks
-    come first.
+    """Coordinator to all ranks of an epoch: make one process group. The trainer's ranks come first,
+    then those of each reader.
     """
 
     epoch: int
-    group: str
-    ranks: int
-    """Of the group."""
     sources: int
     """Ranks of the trainer."""
-    layout: dict[str, Any]
-    """The other side's."""
+    readers: list[EpochReader]
+    layouts: list[dict[str, Any]]
+    """The trainer's, and the unlike ones of readers."""
     store: str
     """File under which the ranks meet; empty: they meet over this line (`Put`, `GetValue`,
     `StoredValue`)."""
@@ -238,6 +246,20 @@ class FormGroup(codec.Message, kw_only=True):
     """Before each transfer the receivers tell what version they have, and the senders the size of
     each delta."""
 
+    @property
+    def columns(self) -> dict[str, range]:
+        """By reader: its ranks among those of all readers."""
+        ends = accumulate(reader.ranks for reader in self.readers)
+        return {
+            reader.name: range(end - reader.ranks, end)
+            for reader, end in zip(self.readers, ends, strict=True)
+        }
+
+    @property
+    def size(self) -> int:
+        """Of the process group."""
+        return self.sources + sum(reader.ranks for reader in self.readers)
+
 
 class FormResult(codec.Message, kw_only=True):
     """Any rank: my part of the process group stands, or why it never will."""
@@ -245,8 +267,8 @@ class FormResult(codec.Message, kw_only=True):
     epoch: int
     fault: str
     """Empty when all is well."""
-    mismatch: bool
-    """The fault is that the layouts do not fit: trying again is of no use."""
+    misfit: str = ""
+    """The reader whose layout does not fit, if that is the fault: trying again is of no use."""
 
 
 class Put(codec.Message, kw_only=True):
@@ -273,14 +295,15 @@ class StoredValue(codec.Message, kw_only=True):
 
 
 class StartTransfer(codec.Message, kw_only=True):
-    """Coordinator to all ranks: every source rank has this version, and the group's ranks have room
-    for it.
+    """Coordinator: every source rank has this version, and the ranks of these readers have room for
+    it. To all of them.
     """
 
     epoch: int
     round: int
     """Counts the transfers of an epoch."""
     version: int
+    readers: list[str]
 
 
 class TransferResult(codec.Message, kw_only=True):
@@ -289,12 +312,12 @@ class TransferResult(codec.Message, kw_only=True):
     epoch: int
     round: int
     state: str
-    """whole | damaged | broken."""
+    """whole | damaged | broken | withdrawn."""
     fault: str
     """What was found, empty when whole."""
     sent: list[int] = field(default_factory=list)
-    """Of a source rank: bytes of weights, by rank of the group."""
-    whole_bytes: int = 0
+    """Of a source rank: bytes of weights, by rank of the epoch's readers."""
+    whole: list[int] = field(default_factory=list)
     """Of a source rank: what these would have been without deltas."""
 
 
@@ -346,4 +369,4 @@ GroupMessage = (
 WriterMessage = GroupMessage | Welcome | Fenced | Denied | Registered | SourceFailed
 Message = MemberMessage | WriterMessage
 
-CODEC: Codec[Message] = Codec("weights", 1, *Message.__args__, max_bytes=MESSAGE_BYTES)
+CODEC: Codec[Message] = Codec("weights", 2, *Message.__args__, max_bytes=MESSAGE_BYTES)

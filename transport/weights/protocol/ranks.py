@@ -15,8 +15,8 @@ from msgspec.structs import replace
 
 from transport.weights.protocol.membership import GroupMember
 from transport.weights.protocol.messages import (
-    BROKEN,
     WHOLE,
+    WITHDRAWN,
     Committed,
     Denied,
     Fenced,
@@ -56,6 +56,8 @@ class Transfer:
     epoch: int
     round: int
     version: int
+    readers: Sequence[str]
+    """Those that take it."""
 
 
 @dataclass(frozen=True)
@@ -66,8 +68,8 @@ class TransferOutcome:
     """whole | damaged | broken."""
     fault: str = ""
     sent: Sequence[int] = ()
-    """Of a source rank: bytes of weights, by rank of the group."""
-    whole_bytes: int = 0
+    """Of a source rank: bytes of weights, by rank of the epoch's readers."""
+    whole: Sequence[int] = ()
     """Of a source rank: what these would have been without deltas."""
 
 
@@ -150,10 +152,10 @@ class SourceRank:
                     fault = f"source rank {self.join.rank} has version {message.version} no longer"
                     return [
                         TransferResult(
-                            epoch=message.epoch, round=message.round, state=BROKEN, fault=fault
+                            epoch=message.epoch, round=message.round, state=WITHDRAWN, fault=fault
                         )
                     ]
-                turn = Transfer(epoch=message.epoch, round=message.round, version=message.version)
+                turn = _turn(message)
                 self._turns[message.epoch] = turn
                 return [turn]
         return []
@@ -175,13 +177,9 @@ class SourceRank:
         self.versions = set(versions)
         return [SourceHeartbeat(versions=sorted(versions))] if self._registered else []
 
-    def formed(self, epoch: int, fault: str, mismatch: bool) -> Actions:
+    def formed(self, epoch: int, fault: str, misfit: str) -> Actions:
         """The process group stands, or does not."""
-        return (
-            [FormResult(epoch=epoch, fault=fault, mismatch=mismatch)]
-            if epoch in self._turns
-            else []
-        )
+        return [FormResult(epoch=epoch, fault=fault, misfit=misfit)] if epoch in self._turns else []
 
     def transferred(self, epoch: int, round: int, outcome: TransferOutcome) -> Actions:
         """A transfer has ended; its version is not needed any more."""
@@ -196,7 +194,7 @@ class SourceRank:
                 state=outcome.state,
                 fault=outcome.fault,
                 sent=[*outcome.sent],
-                whole_bytes=outcome.whole_bytes,
+                whole=[*outcome.whole],
             )
         ]
 
@@ -208,7 +206,7 @@ class SourceRank:
             del self._turns[turn.epoch]
             out += [
                 EndEpoch(epoch=turn.epoch),
-                TransferResult(epoch=turn.epoch, round=turn.round, state=BROKEN, fault=fault),
+                TransferResult(epoch=turn.epoch, round=turn.round, state=WITHDRAWN, fault=fault),
             ]
         return out
 
@@ -232,12 +230,12 @@ class ReaderRank(GroupMember):
         self._round, self._arriving = 0, -1
         """The last round, and its version until that may be adopted, or never will be."""
 
-    def formed(self, epoch: int, fault: str, mismatch: bool) -> Actions:
+    def formed(self, epoch: int, fault: str, misfit: str) -> Actions:
         """The process group stands, or does not."""
         if epoch != self.epoch:
             return []
-        result = FormResult(epoch=epoch, fault=fault, mismatch=mismatch)
-        return [result] if fault else [result, self._ready_ahead()]
+        result = FormResult(epoch=epoch, fault=fault, misfit=misfit)
+        return [result] if fault else [self._ready_ahead(), result]
 
     def transferred(self, epoch: int, round: int, outcome: TransferOutcome) -> Actions:
         """A transfer has ended."""
@@ -265,7 +263,7 @@ class ReaderRank(GroupMember):
         done = Committed(
             epoch=self.epoch, version=group_version.version, held_s=held_s, taken_s=taken_s
         )
-        return [done, self._ready_ahead()]
+        return [self._ready_ahead(), done]
 
     @property
     def _verified(self) -> int:
@@ -288,10 +286,10 @@ class ReaderRank(GroupMember):
             case Offer() if self._arriving < 0 and self.offer < 0:
                 return [self._ready_ahead()]
             case StartTransfer() if (
-                self._arriving < 0 and self.offer < 0 and message.round == self._round + 1
+                self._arriving < 0 and self.offer < 0 and message.round > self._round
             ):
                 self._round, self._arriving, self._whole = message.round, message.version, False
-                return [Transfer(epoch=message.epoch, round=message.round, version=message.version)]
+                return [_turn(message)]
             case RoundAborted() if self._in(message.round):
                 self.refused, self._arriving = message.fault, -1
                 return [self._ready_ahead()]
@@ -308,7 +306,13 @@ class ReaderRank(GroupMember):
         """Announce a free buffer for the next round before its version is known: saves a round
         trip.
         """
-        return Ready(epoch=self.epoch, round=self._round + 1)
+        return Ready(epoch=self.epoch, round=self._round)
 
     def _in(self, round: int) -> bool:
         return round == self._round and self._arriving >= 0
+
+
+def _turn(start: StartTransfer) -> Transfer:
+    return Transfer(
+        epoch=start.epoch, round=start.round, version=start.version, readers=start.readers
+    )

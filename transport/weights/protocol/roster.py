@@ -9,7 +9,7 @@ group of ranks, often of one. What stands here is the same however bytes move; `
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
@@ -41,7 +41,7 @@ UNANSWERED = 64
 
 
 class Phase(Enum):
-    """Where a group stands."""
+    """Where a group stands, and in part an epoch."""
 
     GATHERING = "gathering"
     """Ranks join, until all are there."""
@@ -135,7 +135,7 @@ class Group:
     """The newest version found damaged."""
     damage: str = ""
     """What was found in the round's version."""
-    sent: dict[int, list[int]] = field(default_factory=dict)
+    sent: dict[int, Sequence[int]] = field(default_factory=dict)
     """In this round, by source rank: bytes to each of the group's ranks."""
     whole_bytes: int = 0
     """What these would have been without deltas."""
@@ -143,26 +143,34 @@ class Group:
     """When the round's transfer started."""
     ready: set[bytes] = field(default_factory=set)
     """Ranks that are ready for the next round."""
-    known: dict[str, bytes] = field(default_factory=dict)
-    """By which ranks find each other in this epoch."""
-    asking: dict[str, set[bytes]] = field(default_factory=dict)
-    """Peers that wait for one of them."""
+    complete_at: float = float("inf")
+    """When all ranks were there, while they wait for an epoch."""
+    part: int = 0
+    """Groups of one part share an epoch."""
+    faults: int = 0
+    """Epochs in a row that broke, since it last had a version."""
 
     def enter(self, phase: Phase, waiting: set[bytes], deadline: float = float("inf")) -> None:
         """Go on to the next phase, which ends when all of `waiting` have answered."""
         self.phase, self.waiting, self.deadline = phase, waiting, deadline
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether all ranks are there."""
+        return 0 in self.seats and sorted(self.seats) == list(range(self.seats[0].join.ranks))
 
     def begin(self, epoch: int) -> None:
         """All ranks are in."""
         versions = {seat.version for seat in self.seats.values()}
         self.epoch, self.round, self.offered, self.taking, self.refused = epoch, 0, -1, -1, -1
         self.version = versions.pop() if len(versions) == 1 else -1
-        self.ready, self.known, self.asking = set(), {}, {}
+        self.ready = set()
         self.enter(Phase.IDLE, set())
 
     def end(self) -> None:
         """The epoch is over; ranks that live come again."""
         self.seats, self.epoch, self.version = {}, 0, -1
+        self.complete_at = float("inf")
         self.enter(Phase.GATHERING, set())
 
     def hold(self, seat: MemberRank, version: int) -> None:
@@ -184,6 +192,48 @@ class Group:
     def peers(self) -> set[bytes]:
         """Of its ranks."""
         return {seat.peer for seat in self.seats.values()}
+
+
+@dataclass(kw_only=True)
+class Epoch:
+    """The trainer's ranks and those of some groups, with one process group."""
+
+    number: int
+    groups: list[Group]
+    phase: Phase = Phase.FORMING
+    waiting: set[bytes]
+    """Peers whose answer ends the phase."""
+    deadline: float
+    idle_at: float = 0.0
+    """When its last transfer was over."""
+    round: int = 0
+    version: int = -1
+    """That is being transferred, or was last."""
+    taking: list[Group] = field(default_factory=list)
+    """Groups that take part in the transfer."""
+    known: dict[str, bytes] = field(default_factory=dict)
+    """By which ranks find each other."""
+    asking: dict[str, set[bytes]] = field(default_factory=dict)
+    """Peers that wait for one of them."""
+
+    def rest(self, now: float) -> None:
+        """It stands, and nothing is under way."""
+        self.phase, self.deadline, self.idle_at = Phase.IDLE, float("inf"), now
+
+    @property
+    def is_adopting(self) -> bool:
+        """Whether some group has a version that it does not compute with yet."""
+        return any(group.phase is Phase.VERIFIED for group in self.groups)
+
+    @property
+    def peers(self) -> set[bytes]:
+        """Of all groups."""
+        return set().union(*(group.peers for group in self.groups))
+
+    @property
+    def is_sound(self) -> bool:
+        """Whether each group has had a version since an epoch of it broke, if one did."""
+        return not any(group.faults for group in self.groups)
 
 
 class Roster(ABC):
@@ -288,10 +338,6 @@ class Roster(ABC):
         """Why this rank cannot join this group; empty when it can."""
         return ""
 
-    def _others(self) -> set[bytes]:
-        """Peers besides the readers that are told of the end of every epoch."""
-        return set()
-
     # Ranks come and go
 
     def _join(self, peer: bytes, join: Join, now: float) -> Outgoing:
@@ -320,10 +366,13 @@ class Roster(ABC):
         group.seats[join.rank] = MemberRank(peer=peer, join=join, version=version, heard=now)
         return out + self._gathered(group, now)
 
-    def _begin(self, group: Group) -> Outgoing:
-        """Begin the group's next epoch."""
+    def _next_epoch(self) -> int:
         self._epochs += 1
-        group.begin(self._epochs)
+        return self._epochs
+
+    def _begin(self, group: Group, epoch: int) -> Outgoing:
+        """The group is in this epoch."""
+        group.begin(epoch)
         return [(seat.peer, self._welcome(group, seat)) for seat in group.seats.values()]
 
     def _welcome(self, group: Group, seat: MemberRank) -> Welcome:
@@ -368,7 +417,7 @@ class Roster(ABC):
         """End the group's epoch; its ranks that live join again, under the next one."""
         if not group.epoch:
             return []
-        peers, fenced = group.peers | self._others(), Fenced(epoch=group.epoch, replaced=False)
+        peers, fenced = group.peers, Fenced(epoch=group.epoch, replaced=False)
         group.end()
         return [(peer, fenced) for peer in sorted(peers)]
 

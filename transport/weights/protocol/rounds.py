@@ -1,11 +1,19 @@
-"""Versions in collective rounds: the coordinator on source rank 0 says which group takes which
+"""Versions in collective rounds: the coordinator on source rank 0 says which readers take which
 version when.
 
-A group is a line of phases: gathering (ranks join) -> forming (all ranks of both sides make a
-process group) -> idle -> transferring -> verified (its ranks adopt) -> idle. A transfer starts when
-all source ranks have said that they have a version, and all of the group that they are ready: those
-who have not are asked first (offered). Whoever does not answer before the phase's deadline, is
-lost, or breaks a transfer ends the epoch, and that group alone gathers again.
+A reader is a group of ranks. Those that are complete form one epoch with the trainer's ranks: one
+process group, so one communicator of each rank whatever the number of readers. In an epoch one
+transfer is under way at a time. It starts when all source ranks have a version, for all readers
+that lack it and have room; who is asked for room, or still adopts the version before, takes part in
+the next one. A reader that comes when an epoch is there waits for the end of its transfer; then all
+form another. Whoever is lost, does not answer before a deadline or breaks a transfer ends the
+epoch, and all that live form another: nobody waits for one that is gone, and a version under way is
+sent again.
+
+Readers whose epochs break twice in a row form two epochs, half of them in each, and so on, until
+whoever breaks them is alone; those that then take a version go together again. There are at most
+`EPOCHS` at a time. Where one-sided executors move the bytes, and a process group carries words
+between processes of one machine, each reader has its own.
 """
 
 from __future__ import annotations
@@ -17,8 +25,10 @@ from typing import Any
 from transport.weights.protocol.messages import (
     BROKEN,
     DAMAGED,
+    WITHDRAWN,
     Committed,
     Denied,
+    EpochReader,
     Fenced,
     FormGroup,
     FormResult,
@@ -42,7 +52,15 @@ from transport.weights.protocol.messages import (
     WriterHeartbeat,
 )
 from transport.weights.protocol.pace import Deadlines, FreezeWatch
-from transport.weights.protocol.roster import Group, MemberRank, Outgoing, Phase, Roster, Sent
+from transport.weights.protocol.roster import (
+    Epoch,
+    Group,
+    MemberRank,
+    Outgoing,
+    Phase,
+    Roster,
+    Sent,
+)
 
 
 @dataclass(kw_only=True)
@@ -54,6 +72,12 @@ class _Source:
     incarnation: int
     heard: float
     versions: set[int] = field(default_factory=set)
+
+
+EPOCHS = 4
+"""At most, between a trainer and all its readers."""
+GATHER_BEATS = 2
+"""Heartbeats that an epoch waits for the other readers that are known."""
 
 
 class Coordinator(Roster):
@@ -69,12 +93,14 @@ class Coordinator(Roster):
         backend: str = "gloo",
         bucket_bytes: int = 16 << 20,
         deltas: bool = False,
+        joint: bool = True,
         writer: int,
         now: float,
         deadlines: Deadlines | None = None,
     ) -> None:
         """`ranks`, `key`, `layout`: of the trainer. `store`: prefix of the paths where process
-        groups meet; empty: they meet over the coordinator's line.
+        groups meet; empty: they meet over the coordinator's line. `joint`: whether readers share an
+        epoch.
         """
         self.deadlines = deadlines or Deadlines()
         super().__init__(writer, {}, self.deadlines)
@@ -86,6 +112,8 @@ class Coordinator(Roster):
         without deltas."""
         self._ranks, self._key, self._trainer, self._store = ranks, key, dict(layout), store
         self._backend, self._bucket_bytes, self._deltas = backend, bucket_bytes, deltas
+        self._joint = joint
+        self._alive: dict[int, Epoch] = {}
         self._sources: dict[int, _Source] = {}
         self._left: set[int] = set()
         self._begun = now
@@ -121,12 +149,10 @@ class Coordinator(Roster):
         source.heard = now
         if isinstance(message, Leave):
             return self._source_leaves(source)
-        group = next(
-            (group for group in self._groups.values() if group.epoch == message.epoch), None
-        )
-        if group is None or not message.epoch:
+        epoch = self._alive.get(message.epoch)
+        if epoch is None:
             return [(peer, Fenced(epoch=message.epoch, replaced=False))]
-        return self._receive(group, peer, message, now)
+        return self._answered(epoch, peer, None, message, now)
 
     def tick(self, now: float) -> Outgoing:
         """The messages due at this time: signs of life, and the end of whatever passed its
@@ -151,11 +177,15 @@ class Coordinator(Roster):
         for group in list(self._groups.values()):
             group.deadline += frozen_s
             if now >= group.deadline:
-                progress = f"{len(group.waiting)} of {len(self._all(group))} ranks had not answered"
-                self.faults[group.name] = (
-                    f"the deadline passed while {group.phase.value}: {progress}"
-                )
+                count = len(self._sources) + len(group.seats)
+                self.faults[group.name] = _late(group.phase, len(group.waiting), count)
                 out += self._fence(group)
+        for epoch in list(self._alive.values()):
+            epoch.deadline += frozen_s
+            if now >= epoch.deadline and epoch.number in self._alive:
+                count = len(self._sources) + len(epoch.peers)
+                out += self._break(epoch, _late(epoch.phase, len(epoch.waiting), count))
+        out += self._gather(now)
         absent = sorted(set(range(self._ranks)) - set(self._sources) - self._left)
         if absent and not self.failure and now - self._begun >= self.deadlines.form_s:
             out += self._fail(
@@ -195,13 +225,13 @@ class Coordinator(Roster):
                 self.failure = ""
                 out += [(source.peer, SourceFailed(reason="")) for source in self._sources.values()]
         out.append((peer, Registered(writer=self._writer, failure=self.failure)))
-        return out + [
-            entry for group in self._groups.values() for entry in self._gathered(group, now)
-        ]
+        return out + self._gather(now)
 
     def _staged(self, source: _Source, message: SourceHeartbeat, now: float) -> Outgoing:
         source.heard, source.versions = now, set(message.versions)
-        return [entry for group in self._groups.values() for entry in self._offer(group, now)]
+        return [
+            entry for epoch in list(self._alive.values()) for entry in self._advance(epoch, now)
+        ]
 
     def _source_leaves(self, source: _Source) -> Outgoing:
         """In order, at the end of the run: no failure, but nothing can be sent any more."""
@@ -244,141 +274,271 @@ class Coordinator(Roster):
         )
         return f"group '{group.name}' differs; found {difference}; start them all alike"
 
-    def _others(self) -> set[bytes]:
-        return {source.peer for source in self._sources.values()}
-
-    def _all(self, group: Group) -> set[bytes]:
-        return self._others() | group.peers
-
     def _heartbeats(self) -> Outgoing:
         beat = WriterHeartbeat(epoch=0, note=self._note)
-        return [*((source.peer, beat) for source in self._sources.values()), *super()._heartbeats()]
+        return [*((peer, beat) for peer in self._sender_peers), *super()._heartbeats()]
 
-    # A group's phases
+    @property
+    def _sender_peers(self) -> set[bytes]:
+        return {source.peer for source in self._sources.values()}
+
+    # Epochs
 
     def _gathered(self, group: Group, now: float) -> Outgoing:
-        first = group.seats.get(0)
-        complete = first is not None and sorted(group.seats) == list(range(first.join.ranks))
-        if (
-            group.phase is not Phase.GATHERING
-            or first is None
-            or not complete
-            or len(self._sources) < self._ranks
-        ):
+        return self._gather(now)
+
+    def _gather(self, now: float) -> Outgoing:
+        """Begin epochs of groups that wait for one; end those that such groups should be in."""
+        waits = len(self._alive) > 1 or any(not group.epoch for group in self._groups.values())
+        if len(self._sources) < self._ranks or not waits:
             return []
-        out = self._begin(group)
-        ends = [(peer, first.join.layout) for peer in self._others()] + [
-            (peer, self._trainer) for peer in group.peers
-        ]
-        for peer, layout in ends:
-            form = FormGroup(
-                epoch=group.epoch,
-                group=group.name,
-                ranks=first.join.ranks,
-                sources=self._ranks,
-                layout=layout,
-                store=self._store and f"{self._store}{group.epoch}",
-                backend=self._backend,
-                bucket_bytes=self._bucket_bytes,
-                deltas=self._deltas,
-            )
-            out.append((peer, form))
-        group.enter(Phase.FORMING, self._all(group), now + self.deadlines.form_s)
+        out, patience_s = self._merged(), GATHER_BEATS * self.pace.heartbeat_s
+        parts: dict[int, list[Group]] = {}
+        for group in self._groups.values():
+            parts.setdefault(group.part if self._joint else group.order, []).append(group)
+        for groups in parts.values():
+            complete = [group for group in groups if not group.epoch and group.is_complete]
+            for group in complete:
+                group.complete_at = min(group.complete_at, now)
+            waited = now - min((group.complete_at for group in complete), default=now)
+            is_late = waited >= patience_s
+            alive = next((group.epoch for group in groups if group.epoch), 0)
+            if complete and alive:
+                epoch = self._alive[alive]
+                is_late = is_late and now - epoch.idle_at >= patience_s
+                if epoch.phase is Phase.IDLE and (is_late or not epoch.is_adopting):
+                    out += self._end(epoch)
+                    for group in complete:  # they wait for the others, who come at once
+                        group.complete_at = now
+            elif complete and (is_late or len(complete) == len(groups)):
+                for group in groups:
+                    if not group.seats:
+                        del self._groups[group.name]
+                out += self._form(complete, now)
         return out
 
+    def _merged(self) -> Outgoing:
+        """End epochs that need not be apart any more."""
+        sound = [
+            epoch
+            for epoch in self._alive.values()
+            if self._joint
+            and epoch.phase is Phase.IDLE
+            and epoch.is_sound
+            and not epoch.is_adopting
+        ]
+        if len(sound) < 2:
+            return []
+        for epoch in sound:
+            for group in epoch.groups:
+                group.part = 0
+        return [entry for epoch in sound for entry in self._end(epoch)]
+
+    def _form(self, groups: list[Group], now: float) -> Outgoing:
+        number = self._next_epoch()
+        epoch = Epoch(
+            number=number, groups=groups, waiting=set(), deadline=now + self.deadlines.form_s
+        )
+        self._alive[number] = epoch
+        out = [entry for group in groups for entry in self._begin(group, number)]
+        for group in groups:
+            group.enter(Phase.FORMING, set())
+        epoch.waiting = self._sender_peers | epoch.peers
+        layouts = {group.seats[0].join.key: group.seats[0].join.layout for group in groups}
+        numbers = {key: number for number, key in enumerate(layouts, 1)}
+        form = FormGroup(
+            epoch=number,
+            sources=self._ranks,
+            readers=[
+                EpochReader(
+                    name=group.name,
+                    ranks=group.seats[0].join.ranks,
+                    layout=numbers[group.seats[0].join.key],
+                )
+                for group in groups
+            ],
+            layouts=[self._trainer, *layouts.values()],
+            store=self._store and f"{self._store}{number}",
+            backend=self._backend,
+            bucket_bytes=self._bucket_bytes,
+            deltas=self._deltas,
+        )
+        return out + [(peer, form) for peer in sorted(epoch.waiting)]
+
+    def _fence(self, group: Group) -> Outgoing:
+        epoch = self._alive.get(group.epoch)
+        return self._end(epoch) if epoch else []
+
+    def _end(self, epoch: Epoch) -> Outgoing:
+        """All its ranks that live join again."""
+        del self._alive[epoch.number]
+        peers = self._sender_peers | epoch.peers
+        for group in epoch.groups:
+            group.end()
+        return [(peer, Fenced(epoch=epoch.number, replaced=False)) for peer in sorted(peers)]
+
+    def _break(self, epoch: Epoch, fault: str) -> Outgoing:
+        """End it, as it did not do what it was for."""
+        groups = epoch.groups
+        for group in groups:
+            self.faults[group.name] = fault
+            group.faults += 1
+        parts = {group.part for group in self._groups.values()}
+        often = max(group.faults for group in groups) > 1
+        if self._joint and often and len(groups) > 1 and len(parts) < EPOCHS:
+            apart = min(set(range(EPOCHS)) - parts)
+            for group in groups[len(groups) // 2 :]:
+                group.part = apart
+        return self._end(epoch)
+
     def _receive(self, group: Group, peer: bytes, message: MemberMessage, now: float) -> Outgoing:
+        epoch = self._alive[group.epoch]
         match message:
-            case FormResult() if group.phase is Phase.FORMING:
-                return self._formed(group, peer, message, now)
-            case Put():
-                group.known[message.key] = message.value
-                return [
-                    (asking, _told(group, message.key))
-                    for asking in sorted(group.asking.pop(message.key, set()))
-                ]
-            case GetValue() if message.key in group.known:
-                return [(peer, _told(group, message.key))]
-            case GetValue():
-                group.asking.setdefault(message.key, set()).add(peer)
-            case Ready() if message.round == group.round + 1:
+            case Ready() if message.round == group.round:
                 group.ready.add(peer)
                 if group.phase is Phase.OFFERED and group.answered(peer):
                     group.enter(Phase.IDLE, set())
-                    return self._offer(group, now)
-            case TransferResult() if (
-                group.phase is Phase.TRANSFERRING and message.round == group.round
-            ):
-                return self._transferred(group, peer, message, now)
+                    return self._advance(epoch, now)
+                return []
             case Committed() | ReaderHeartbeat() if group.phase is Phase.VERIFIED:
-                return self._adopted(group, peer, message, now)
+                return self._adopted(epoch, group, peer, message, now)
+        return self._answered(epoch, peer, group, message, now)
+
+    def _answered(
+        self, epoch: Epoch, peer: bytes, group: Group | None, message: MemberMessage, now: float
+    ) -> Outgoing:
+        """Of a rank in this epoch; `group`: of a reader's."""
+        match message:
+            case FormResult() if epoch.phase is Phase.FORMING:
+                return self._formed(epoch, peer, message, now)
+            case Put():
+                epoch.known[message.key] = message.value
+                return [
+                    (asking, _told(epoch, message.key))
+                    for asking in sorted(epoch.asking.pop(message.key, set()))
+                ]
+            case GetValue() if message.key in epoch.known:
+                return [(peer, _told(epoch, message.key))]
+            case GetValue():
+                epoch.asking.setdefault(message.key, set()).add(peer)
+            case TransferResult() if (
+                epoch.phase is Phase.TRANSFERRING and message.round == epoch.round
+            ):
+                return self._transferred(epoch, peer, group, message, now)
         return []
 
-    def _formed(self, group: Group, peer: bytes, message: FormResult, now: float) -> Outgoing:
+    def _formed(self, epoch: Epoch, peer: bytes, message: FormResult, now: float) -> Outgoing:
+        if misfit := self._groups.get(message.misfit):
+            self.faults[misfit.name] = message.fault
+            denied = [(end, Denied(reason=message.fault)) for end in sorted(misfit.peers)]
+            del self._groups[misfit.name]
+            return [*self._end(epoch), *denied]
         if message.fault:
-            self.faults[group.name] = message.fault
-            peers = sorted(group.peers) if message.mismatch else []
-            return [*self._fence(group), *((end, Denied(reason=message.fault)) for end in peers)]
-        if not group.answered(peer):
+            return self._break(epoch, message.fault)
+        epoch.waiting.discard(peer)
+        if epoch.waiting:
             return []
-        group.enter(Phase.IDLE, set())
-        return self._offer(group, now)
+        epoch.rest(now)
+        for group in epoch.groups:
+            group.enter(Phase.IDLE, set())
+        return self._advance(epoch, now)
 
-    def _offer(self, group: Group, now: float) -> Outgoing:
+    def _advance(self, epoch: Epoch, now: float) -> Outgoing:
+        """Start what can be started."""
+        out = self._gather(now) if epoch.phase is Phase.IDLE else []
         version = self.newest
-        if group.phase is not Phase.IDLE or version <= max(group.version, group.refused):
-            return []
-        if late := group.peers - group.ready:
-            group.enter(Phase.OFFERED, late, now + self.deadlines.ready_s)
-            offer = Offer(epoch=group.epoch, round=group.round + 1, version=version)
-            return [(peer, offer) for peer in sorted(group.waiting)]
-        group.round += 1
-        group.offered, group.damage, group.sent, group.ready, group.began = (
-            version,
-            "",
-            {},
-            set(),
-            now,
+        if epoch.number not in self._alive or epoch.phase is not Phase.IDLE:
+            return out
+        behind = [
+            group
+            for group in epoch.groups
+            if group.phase is Phase.IDLE and version > max(group.version, group.refused)
+        ]
+        for group in behind:
+            if late := group.peers - group.ready:
+                group.enter(Phase.OFFERED, late, now + self.deadlines.ready_s)
+                offer = Offer(epoch=epoch.number, version=version)
+                out += [(peer, offer) for peer in sorted(late)]
+        taking = [group for group in behind if group.phase is Phase.IDLE]
+        return out + self._start(epoch, version, taking, now) if taking else out
+
+    def _start(self, epoch: Epoch, version: int, taking: list[Group], now: float) -> Outgoing:
+        epoch.round, epoch.version, epoch.taking = epoch.round + 1, version, taking
+        for group in taking:
+            group.round, group.offered, group.began = epoch.round, version, now
+            group.damage, group.sent, group.whole_bytes, group.ready = "", {}, 0, set()
+            group.enter(Phase.TRANSFERRING, set())
+        readers = {peer for group in taking for peer in group.peers}
+        epoch.waiting = self._sender_peers | readers
+        epoch.phase, epoch.deadline = Phase.TRANSFERRING, now + self.deadlines.transfer_s
+        start = StartTransfer(
+            epoch=epoch.number,
+            round=epoch.round,
+            version=version,
+            readers=[group.name for group in taking],
         )
-        group.whole_bytes = 0
-        group.enter(Phase.TRANSFERRING, self._all(group), now + self.deadlines.transfer_s)
-        start = StartTransfer(epoch=group.epoch, round=group.round, version=version)
         return [
-            (end, start) for end in sorted(group.waiting, key=lambda end: (end in group.peers, end))
+            (end, start) for end in sorted(epoch.waiting, key=lambda end: (end in readers, end))
         ]
 
     def _transferred(
-        self, group: Group, peer: bytes, message: TransferResult, now: float
+        self,
+        epoch: Epoch,
+        peer: bytes,
+        group: Group | None,
+        message: TransferResult,
+        now: float,
     ) -> Outgoing:
         if message.state == BROKEN:
-            self.faults[group.name] = message.fault
-            return self._fence(group)
+            return self._break(epoch, message.fault)
+        if message.state == WITHDRAWN:
+            self.faults |= {group.name: message.fault for group in epoch.groups}
+            return self._end(epoch)
         if source := self._source(peer):
-            group.sent[source.rank] = message.sent
-            group.whole_bytes += message.whole_bytes
-            sent, whole = self.traffic
-            self.traffic = (sent + sum(message.sent), whole + message.whole_bytes)
-        if message.state == DAMAGED:
+            self._count(epoch, source, message)
+        if group and message.state == DAMAGED:
             group.damage = group.damage or message.fault
-        if not group.answered(peer):
+        epoch.waiting.discard(peer)
+        if epoch.waiting:
             return []
+        out: Outgoing = []
+        for group in epoch.taking:
+            out += self._ended(epoch, group, now)
+        epoch.rest(now)
+        return out + self._advance(epoch, now)
+
+    def _count(self, epoch: Epoch, source: _Source, message: TransferResult) -> None:
+        first = 0
+        for group in epoch.groups:
+            columns = slice(first, first + len(group.seats))
+            first = columns.stop
+            group.sent[source.rank] = message.sent[columns]
+            group.whole_bytes += sum(message.whole[columns])
+        sent, whole = self.traffic
+        self.traffic = (sent + sum(message.sent), whole + sum(message.whole))
+
+    def _ended(self, epoch: Epoch, group: Group, now: float) -> Outgoing:
+        """Its transfer."""
+        group.faults = 0
         if group.damage:
-            group.refused = group.offered
-            return self._end_round(group, now)
+            group.refused = epoch.version
+            aborted = RoundAborted(epoch=epoch.number, round=epoch.round, fault=group.damage)
+            group.enter(Phase.IDLE, set())
+            return [(end, aborted) for end in sorted(group.peers)]
         pairs = tuple(tuple(group.sent[rank]) for rank in sorted(group.sent))
         self._sent[group.name] = Sent(
-            group.offered, pairs, now - group.began, whole_bytes=group.whole_bytes
+            epoch.version, pairs, now - group.began, whole_bytes=group.whole_bytes
         )
         group.enter(Phase.VERIFIED, group.peers)
         return [(end, self._verified(group)) for end in sorted(group.waiting)]
 
-    def _end_round(self, group: Group, now: float) -> Outgoing:
-        """Without a version."""
-        aborted = RoundAborted(epoch=group.epoch, round=group.round, fault=group.damage)
-        group.enter(Phase.IDLE, set())
-        return [*((end, aborted) for end in sorted(group.peers)), *self._offer(group, now)]
-
     def _adopted(
-        self, group: Group, peer: bytes, message: Committed | ReaderHeartbeat, now: float
+        self,
+        epoch: Epoch,
+        group: Group,
+        peer: bytes,
+        message: Committed | ReaderHeartbeat,
+        now: float,
     ) -> Outgoing:
         """A destination rank reports the version that it computes with; a missed `Verified` is sent
         again.
@@ -398,7 +558,7 @@ class Coordinator(Roster):
             if not have_all:
                 return []
             group.enter(Phase.IDLE, set())
-            return self._offer(group, now)
+            return self._advance(epoch, now)
         is_known = isinstance(message, Committed) or message.verified == group.offered
         return [] if is_known else [(peer, self._verified(group))]
 
@@ -408,5 +568,9 @@ class Coordinator(Roster):
         )
 
 
-def _told(group: Group, key: str) -> StoredValue:
-    return StoredValue(epoch=group.epoch, key=key, value=group.known[key])
+def _told(epoch: Epoch, key: str) -> StoredValue:
+    return StoredValue(epoch=epoch.number, key=key, value=epoch.known[key])
+
+
+def _late(phase: Phase, late: int, count: int) -> str:
+    return f"the deadline passed while {phase.value}: {late} of {count} ranks had not answered"

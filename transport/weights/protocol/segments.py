@@ -131,7 +131,7 @@ class SegmentOffers(Roster):
     # Readers
 
     def _gathered(self, group: Group, now: float) -> Outgoing:
-        return [*self._begin(group), *self._offer(group, now)]
+        return [*self._begin(group, self._next_epoch()), *self._offer(group, now)]
 
     def _unfit(self, group: Group, join: Join, now: float) -> str:
         alone = (join.rank, join.ranks) == (0, 1)

@@ -1,5 +1,5 @@
-"""Cuts what one source rank sends to one destination rank into chunks: values, the same at both
-ends, no torch.
+"""What the ranks of an epoch send each other, in which order, cut into chunks: values, the same at
+both ends, no torch.
 """
 
 from __future__ import annotations
@@ -10,8 +10,12 @@ from dataclasses import dataclass
 from itertools import pairwise
 from math import prod
 
+from transport.weights.errors import LayoutMismatch, ReaderMismatch
 from transport.weights.layout.flat import ALIGNMENT, ITEM_BYTES
-from transport.weights.layout.plan import Box, Copy, CopyPlan
+from transport.weights.layout.layout import Layout
+from transport.weights.layout.plan import Box, Copy, CopyPlan, JointPlan
+from transport.weights.layout.reshard import reshard
+from transport.weights.protocol.messages import FormGroup
 
 
 @dataclass(frozen=True)
@@ -35,6 +39,8 @@ class Chunk:
     nbytes: int
 
 
+ByPeer = dict[int, tuple[Chunk, ...]]
+"""By the peer's rank in the process group, round by round."""
 PlaceKey = tuple[str, tuple[int, ...]]
 """A box of a local tensor: its name and `place`."""
 
@@ -42,6 +48,34 @@ PlaceKey = tuple[str, tuple[int, ...]]
 def place(box: Box) -> tuple[int, ...]:
     """A box as integers."""
     return tuple(mark for span in box for mark in (span.start, span.stop))
+
+
+def joint_plan(form: FormGroup) -> JointPlan:
+    """Of an epoch. ReaderMismatch names a reader whose layout does not fit the trainer's."""
+    trainer, *layouts = map(Layout.from_plain, form.layouts)
+    plans = []
+    for reader in form.readers:
+        try:
+            plans.append(reshard(trainer, layouts[reader.layout - 1]))
+        except LayoutMismatch as error:
+            raise ReaderMismatch(reader.name, str(error)) from error
+    return JointPlan(tuple(plans), tuple(reader.ranks for reader in form.readers))
+
+
+def chunks_from(plan: JointPlan, form: FormGroup, source_rank: int) -> ByPeer:
+    """What this rank of the trainer sends in an epoch."""
+    return {
+        form.sources + to: chunks_between(at, source_rank, rank, form.bucket_bytes)
+        for to in plan.receivers(source_rank)
+        for at, rank in [plan.at(to)]
+    }
+
+
+def chunks_to(plan: JointPlan, form: FormGroup, reader: str, rank: int) -> ByPeer:
+    """What this rank of a reader receives in an epoch."""
+    to = form.columns[reader][rank]
+    at, _ = plan.at(to)
+    return {of: chunks_between(at, of, rank, form.bucket_bytes) for of in plan.senders(to)}
 
 
 @functools.lru_cache(maxsize=1024)

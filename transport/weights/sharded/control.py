@@ -361,9 +361,9 @@ class ControlThread(threading.Thread):
                 self._line.say(CODEC.encode(entry))
 
     def _open(self, form: FormGroup) -> None:
-        def formed(fault: str, mismatch: bool) -> None:
+        def formed(fault: str, misfit: str) -> None:
             with self.changed:
-                self.act(self.member.formed(form.epoch, fault, mismatch))
+                self.act(self.member.formed(form.epoch, fault, misfit))
 
         def transferred(transfer: Transfer, outcome: TransferOutcome) -> None:
             with self.changed:

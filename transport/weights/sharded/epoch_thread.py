@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable
 from typing import Protocol
 
-from transport.weights.errors import LayoutMismatch
+from transport.weights.errors import ReaderMismatch
 from transport.weights.protocol.messages import BROKEN
 from transport.weights.protocol.ranks import Transfer, TransferOutcome
 
@@ -25,7 +25,7 @@ class EpochTransfers(Protocol):
         waits for peers.
         """
 
-    def transfer(self, version: int, deadline: float) -> TransferOutcome:
+    def transfer(self, transfer: Transfer, deadline: float) -> TransferOutcome:
         """Send or receive a version; ends by the deadline."""
 
     def abort(self) -> None:
@@ -43,12 +43,12 @@ class EpochThread(threading.Thread):
     def __init__(
         self,
         connect: Callable[[threading.Event], EpochTransfers],
-        formed: Callable[[str, bool], None],
+        formed: Callable[[str, str], None],
         transferred: Callable[[Transfer, TransferOutcome], None],
     ) -> None:
         """`connect` is given what `abort` sets, and gives up when it is.
 
-        `formed` is told what is wrong, and whether it is that the layouts do not fit.
+        `formed` is told what is wrong, and which reader's layout does not fit, if it is that.
         """
         super().__init__(name="weights", daemon=True)
         self._connect, self._formed, self._transferred = connect, formed, transferred
@@ -100,15 +100,15 @@ class EpochThread(threading.Thread):
         """Work until the epoch is over."""
         try:
             end = self._connect(self._over)
-        except LayoutMismatch as error:
-            return self._formed(str(error), True)
+        except ReaderMismatch as error:
+            return self._formed(str(error), error.reader)
         except Exception as error:
-            return self._formed(f"{type(error).__name__}: {error}"[:300], False)
+            return self._formed(f"{type(error).__name__}: {error}"[:300], "")
         self._end = end
         if self._over.is_set():
             end.abort()
         else:
-            self._formed("", False)
+            self._formed("", "")
             _prepare(end)
             while (job := self._jobs.get()) is not None:
                 job(end)
@@ -120,7 +120,7 @@ class EpochThread(threading.Thread):
     ) -> TransferOutcome:
         self._deadline = deadline
         try:
-            outcome = end.transfer(transfer.version, deadline)
+            outcome = end.transfer(transfer, deadline)
         except Exception as error:
             outcome = TransferOutcome(BROKEN, f"{type(error).__name__}: {error}"[:300])
         finally:

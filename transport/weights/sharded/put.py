@@ -146,7 +146,7 @@ class Deposits:
         device: TransferDevice,
         threads: int,
     ) -> None:
-        """`chunks`, `flats`: what goes to each peer, in the order of the plan's matchings, and how
+        """`chunks`, `flats`: what goes to each peer, round by round, and how
         its buffers are laid out. `device`: where this rank's tensors lie.
         """
         self._exchange, self._chunks, self._flats, self._memory = exchange, chunks, flats, memory
@@ -213,9 +213,7 @@ class Arrivals:
         chunks: Mapping[int, Sequence[Chunk]],
         device: TransferDevice,
     ) -> None:
-        """`chunks`: what comes from each peer, in the order of the plan's matchings. `device`:
-        where.
-        """
+        """`chunks`: what comes from each peer, round by round. `device`: where."""
         self._exchange, self._chunks, self._device = exchange, chunks, device
         self._steps: dict[int, list[DepositedChunk]] = {}
         self._telling: list[Any] = []

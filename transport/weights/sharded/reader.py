@@ -8,24 +8,35 @@ import contextlib
 import functools
 import socket as sockets
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
 import torch
 
-from transport.weights.errors import AddressTaken, LayoutMismatch, SegmentError, WeightError, waited
+from transport.weights.errors import (
+    AddressTaken,
+    LayoutMismatch,
+    SegmentError,
+    WeightError,
+    waited,
+)
 from transport.weights.executors.device import TransferDevice, transfer_device
 from transport.weights.executors.device_memory import DeviceMemory
 from transport.weights.layout.layout import Layout
-from transport.weights.layout.reshard import reshard
 from transport.weights.protocol.messages import BROKEN, DAMAGED, WHOLE, FormGroup, Join, Note
 from transport.weights.protocol.pace import Deadlines
-from transport.weights.protocol.ranks import GroupVersion, ReaderRank, TransferOutcome
+from transport.weights.protocol.ranks import (
+    GroupVersion,
+    ReaderRank,
+    Transfer,
+    TransferOutcome,
+)
 from transport.weights.protocol.verified import VerifiedOffer
-from transport.weights.sharded.chunks import chunks_between
+from transport.weights.sharded.chunks import chunks_to, joint_plan
 from transport.weights.sharded.control import ControlThread, MemberSocket, NetworkEnd
 from transport.weights.sharded.put import Arrivals, peer_memory
 from transport.weights.sharded.receive_buffers import Buffer, ReceiveBuffers
+from transport.weights.sharded.recoding import WHOLE_CHUNK, Gathered, Patch, patches
 from transport.weights.sharded.rendezvous import Meeting
 from transport.weights.sharded.steps import ChunkMessage, compiled, recent
 from transport.weights.sharded.transfer import DEPTH, Arriving, GroupExchange
@@ -323,11 +334,6 @@ class ShardedReader:
 
     def _connect(self, form: FormGroup, meeting: Meeting) -> Receiving:
         assert self._buffers is not None
-        if form.deltas:
-            raise LayoutMismatch(
-                f"the trainer sends deltas; found a reader of whole versions at rank {self.rank} of"
-                f" group '{self.name}'; take deltas.ends.DeltaReader, or a trainer without deltas"
-            )
         return Receiving(self, self._buffers, form, meeting)
 
     def _require_open(self) -> None:
@@ -345,19 +351,16 @@ class Receiving:
     def __init__(
         self, reader: ShardedReader, buffers: ReceiveBuffers, form: FormGroup, meeting: Meeting
     ) -> None:
-        plan = reshard(Layout.from_plain(form.layout), reader.layout)
-        self._chunks = {
-            of: chunks_between(plan, of, reader.rank, form.bucket_bytes)
-            for of in plan.senders(reader.rank, form.epoch)
-        }
-        self._epoch = form.epoch
+        self._chunks = chunks_to(joint_plan(form), form, reader.name, reader.rank)
+        self._epoch, self._sends_changes, self._is_usable = form.epoch, form.deltas, True
+        self._gathered: dict[int, Gathered] = {}
         self._buffers, self._lock = buffers, reader._control.changed
         self._device = reader._device.another()
         self._steps: dict[int, list[ChunkMessage]] = {}
         with self._device.beside():
             self._exchange = GroupExchange(
                 form,
-                form.sources + reader.rank,
+                form.sources + form.columns[reader.name][reader.rank],
                 self._device,
                 reader._deadlines.form_s,
                 meeting,
@@ -381,13 +384,13 @@ class Receiving:
             with contextlib.suppress(SegmentError, TimeoutError), self._device.beside():
                 self._ahead(self._reader._clock() + self._form_s)
 
-    def transfer(self, version: int, deadline: float) -> TransferOutcome:
+    def transfer(self, transfer: Transfer, deadline: float) -> TransferOutcome:
         """Receive a version."""
         self._reader._arriving_at = self._reader._clock()
         if self._buffers.is_empty:
             return TransferOutcome(WHOLE)
         with self._device.beside():
-            return self._transfer(version, deadline)
+            return self._transfer(transfer.version, deadline)
 
     def _transfer(self, version: int, deadline: float) -> TransferOutcome:
         try:
@@ -458,7 +461,33 @@ class Receiving:
         return recent(self._steps, buffer.number, lambda: self._compiled(buffer))
 
     def _receive(self, steps: list[ChunkMessage], deadline: float) -> TransferOutcome:
-        return self._exchange.receive(self._exchange.expect(steps, DEPTH), deadline)
+        messages = self._changes(steps, deadline) if self._sends_changes else steps
+        outcome = self._exchange.receive(self._exchange.expect(messages, DEPTH), deadline)
+        if outcome.state == DAMAGED and any(isinstance(message, Patch) for message in messages):
+            self._is_usable = False
+        return outcome
+
+    def _changes(
+        self, steps: list[ChunkMessage], deadline: float
+    ) -> Sequence[ChunkMessage | Patch]:
+        """The messages as their senders will send them, knowing what version this rank has."""
+        with self._lock:
+            base = self._buffers.base(self._epoch) if self._is_usable else None
+        exact = set(self._chunks) - {step.peer for step in steps if step.casts}
+        bases = {peer: [base.version if base and peer in exact else -1] for peer in self._chunks}
+        peer_sizes = self._exchange.agree(
+            bases, {peer: len(cut) for peer, cut in self._chunks.items()}, deadline
+        )
+        if base is None or all(
+            size == WHOLE_CHUNK for of_peer in peer_sizes.values() for size in of_peer
+        ):
+            return patches(steps, peer_sizes, None)
+        gathered = recent(
+            self._gathered,
+            base.number,
+            lambda: Gathered(self._chunks, base.views, sending=False, device=self._device),
+        )
+        return patches(steps, peer_sizes, gathered)
 
     def _compiled(self, buffer: Buffer) -> list[ChunkMessage]:
         return compiled(

@@ -145,8 +145,8 @@ def compiled(
 ) -> list[ChunkMessage]:
     """The steps of a transfer, peer by peer; `depth` of them may be under way at once.
 
-    `chunks`: by the peer's rank in the process group, in the order of the plan's matchings.
-    `device`: where messages lie. `direct`: they may lie in the tensors.
+    `chunks`: by the peer's rank in the process group, round by round. `device`: where messages lie.
+    `direct`: they may lie in the tensors.
     """
     steps = [
         step_of(peer, number, chunk, tensors, sending, device, direct)

@@ -7,7 +7,7 @@ messages and checksums stand in one queue there, beside the program's own.
 from __future__ import annotations
 
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
@@ -153,6 +153,25 @@ class Arriving:
                 ]
 
 
+class _InOrder:
+    """Messages under way, each of which is waited for once, in the order in which they began."""
+
+    def __init__(self, order: Callable[[Any], None]) -> None:
+        self._order, self._works = order, deque[Any]()
+        self.count = 0
+        """Of all that have begun."""
+
+    def add(self, work: Any) -> None:
+        """One more has begun."""
+        self._works.append(work)
+        self.count += 1
+
+    def behind(self, number: int) -> None:
+        """Come behind the one of this number, and all before it."""
+        while self.count - len(self._works) <= number:
+            self._order(self._works.popleft())
+
+
 class GroupExchange:
     """What one rank does over a process group, in the queue of transfers that its thread uses.
 
@@ -176,7 +195,7 @@ class GroupExchange:
         each other.
         """
         self._group = ProcessGroup(
-            form.backend, meeting, rank, form.sources + form.ranks, connect_s=connect_s, clock=clock
+            form.backend, meeting, rank, form.size, connect_s=connect_s, clock=clock
         )
         self._device, self._clock = device, clock
         self._messages = torch.device("cpu") if form.backend in ONE_SIDED else device.device
@@ -249,7 +268,9 @@ class GroupExchange:
     def _send(
         self, steps: Sequence[Outbound], staged: StagedSums | None, depth: int, deadline: float
     ) -> TransferOutcome:
-        works: list[Any] = []
+        works = _InOrder(lambda work: self._order(work, deadline))
+        reads: dict[int, int] = {}
+        """By address of a message, the last that was sent from there."""
         rows, sums = self._summed(steps)
         at: list[int] = []
         into: list[int] = []
@@ -257,11 +278,13 @@ class GroupExchange:
         # for a part.
         late = self._announces and self._device.is_behind
         for number, (step, own) in enumerate(zip(steps, rows.steps, strict=True)):
-            if not late and number >= depth:
-                self._order(works[number - depth], deadline)
+            if not late:
+                place = step.data.data_ptr()
+                works.behind(max(number - depth, reads.get(place, -1)))
+                reads[place] = number
             step.pack(sums[own])
             if not late:
-                works.append(self._group.send(step.data, step.peer, step.tag))
+                works.add(self._group.send(step.data, step.peer, step.tag))
             staged_rows = step.known(staged.rows) if staged else None
             if staged_rows is None:
                 step.sum(sums[own])
@@ -274,12 +297,11 @@ class GroupExchange:
         if late:
             checksums = self._device.fetch(checksums)
             self.reach(self._device.mark(), deadline)
-            works = [self._group.send(step.data, step.peer, step.tag) for step in steps]
-        works += [
-            self._group.send(checksums[own], peer, SUMS_TAG) for peer, own in rows.peers.items()
-        ]
-        for work in works[max(0, len(steps) - depth) :]:
-            self._order(work, deadline)
+            for step in steps:
+                works.add(self._group.send(step.data, step.peer, step.tag))
+        for peer, own in rows.peers.items():
+            works.add(self._group.send(checksums[own], peer, SUMS_TAG))
+        works.behind(works.count - 1)
         self.reach(self._device.mark(), deadline)
         return TransferOutcome(WHOLE)
 

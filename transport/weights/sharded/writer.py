@@ -8,7 +8,8 @@ import functools
 import secrets
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Literal
 
@@ -19,21 +20,21 @@ from transport.weights.errors import WeightError
 from transport.weights.executors.device import TransferDevice, transfer_device
 from transport.weights.executors.device_memory import DeviceMemory
 from transport.weights.layout.layout import Layout
-from transport.weights.layout.reshard import reshard
 from transport.weights.protocol.messages import WHOLE, FormGroup, Note
 from transport.weights.protocol.pace import Deadlines
-from transport.weights.protocol.ranks import SourceRank, TransferOutcome
+from transport.weights.protocol.ranks import SourceRank, Transfer, TransferOutcome
 from transport.weights.protocol.roster import ReaderStatus, Sent
 from transport.weights.protocol.rounds import Coordinator
-from transport.weights.sharded.chunks import chunks_between
+from transport.weights.sharded.chunks import chunks_from, joint_plan
 from transport.weights.sharded.control import (
     ControlThread,
     CoordinatorSocket,
     MemberSocket,
     NetworkEnd,
 )
-from transport.weights.sharded.process_group import Backend
+from transport.weights.sharded.process_group import ONE_SIDED, Backend
 from transport.weights.sharded.put import Deposits, peer_memory
+from transport.weights.sharded.recoding import Gathered, changes, sizes
 from transport.weights.sharded.rendezvous import Meeting
 from transport.weights.sharded.staging import BorrowedTensors, Snapshots, Staging, Tensors, checked
 from transport.weights.sharded.steps import ChunkMessage, compiled, recent
@@ -55,9 +56,6 @@ class ShardedWriter:
     latest their deadline.
     """
 
-    deltas = False
-    """Whether chunks may travel as what changed in them (`deltas.ends`)."""
-
     def __init__(
         self,
         layout: Layout,
@@ -70,6 +68,7 @@ class ShardedWriter:
         hold: Literal["snapshot", "until_settle"] = "snapshot",
         bucket_bytes: int = BUCKET_BYTES,
         threads: int = 1,
+        link_bytes_per_s: float | None = None,
         deadlines: Deadlines | None = None,
         clock: Callable[[], float] = time.monotonic,
         attempt: int = 0,
@@ -88,10 +87,14 @@ class ShardedWriter:
         the trainer's tensors, which must not change until `settle` has returned. `device`: where
         versions are sent from; with nccl and cuda_ipc this rank's GPU, and then `publish` and
         `settle` are called on the stream that changes the tensors. `bucket_bytes`: of a message, at
-        most. `threads`: for the copy. `attempt`: the scheduler's, at this process; a later one
+        most. `threads`: for the copy. `link_bytes_per_s`: to readers, where it is slow: a rank that
+        has an earlier version is sent what changed since, bit for bit; WeightError where none is
+        kept, or nothing is sent. `attempt`: the scheduler's, at this process; a later one
         takes the rank's place, whatever clocks say. `memory`: stands in for a GPU's, by cuda_ipc.
         Rank 0 raises AddressTaken when another live writer has the address.
         """
+        if link_bytes_per_s is not None:
+            _check_deltas(hold, backend)
         self.layout, self.rank = layout, rank
         self.ranks = ranks if ranks is not None else layout.ranks
         self._local = layout.local(rank)
@@ -111,6 +114,8 @@ class ShardedWriter:
         self._sent: Counter[str] = Counter()
         self._pending: tuple[int, Tensors] | None = None
         self._closed = False
+        self._link_bytes_per_s = link_bytes_per_s
+        self._pinned: Counter[int] = Counter()
         member = SourceRank(
             rank, self.ranks, layout.key, self._deadlines, clock(), incarnation=attempt
         )
@@ -126,7 +131,8 @@ class ShardedWriter:
                 listener.store,
                 backend=backend,
                 bucket_bytes=bucket_bytes,
-                deltas=self.deltas,
+                deltas=link_bytes_per_s is not None,
+                joint=backend not in ONE_SIDED,
                 writer=secrets.randbits(62),
                 now=clock(),
                 deadlines=self._deadlines,
@@ -285,7 +291,19 @@ class ShardedWriter:
 
     def _needed(self) -> set[int]:
         """Versions whose memory must not change; the caller holds the control thread's lock."""
-        return self._member.kept
+        return self._member.kept | set(self._pinned)
+
+    @contextmanager
+    def _pins(self, versions: set[int]) -> Iterator[set[int]]:
+        """Those of these versions that are here, and stay until the end."""
+        with self._control.changed:
+            pinned = versions & self._staging.versions()
+            self._pinned.update(pinned)
+        try:
+            yield pinned
+        finally:
+            with self._control.changed:
+                self._pinned -= Counter(pinned)
 
     def _connect(self, form: FormGroup, meeting: Meeting) -> Sending:
         return Sending(self, form, meeting)
@@ -308,16 +326,13 @@ class Sending:
     """The sender's end of one epoch."""
 
     def __init__(self, writer: ShardedWriter, form: FormGroup, meeting: Meeting) -> None:
-        theirs = Layout.from_plain(form.layout)
-        plan = reshard(writer.layout, theirs)
-        self._chunks = {
-            form.sources + to: chunks_between(plan, writer.rank, to, form.bucket_bytes)
-            for to in plan.receivers(writer.rank, form.epoch)
-        }
-        self._writer, self._staging, self._group = writer, writer._staging, form.group
+        plan = joint_plan(form)
+        self._chunks = chunks_from(plan, form, writer.rank)
+        self._writer, self._staging, self._form = writer, writer._staging, form
         self._device = writer._device.another()
-        self._sources, self._ranks = form.sources, form.ranks
         self._steps: dict[int, list[ChunkMessage]] = {}
+        self._link = writer._link_bytes_per_s
+        self._gathered: dict[int, Gathered] = {}
         self._deposits: Deposits | None = None
         with self._device.beside():
             self._exchange = GroupExchange(
@@ -332,7 +347,11 @@ class Sending:
                 self._deposits = Deposits(
                     self._exchange,
                     self._chunks,
-                    {peer: theirs.flat(peer - form.sources) for peer in self._chunks},
+                    {
+                        peer: at.destination.flat(rank)
+                        for peer in self._chunks
+                        for at, rank in [plan.at(peer - form.sources)]
+                    },
                     memory,
                     self._device,
                     writer._threads,
@@ -341,30 +360,38 @@ class Sending:
     def prepare(self) -> None:
         """Nothing: receivers are asked for their places after each transfer."""
 
-    def transfer(self, version: int, deadline: float) -> TransferOutcome:
+    def transfer(self, transfer: Transfer, deadline: float) -> TransferOutcome:
         """Send a version."""
         with self._device.beside():
-            self._device.after(self._staging.ready(version))
-            return self._transfer(version, deadline)
+            self._device.after(self._staging.ready(transfer.version))
+            return self._transfer(transfer.version, transfer.readers, deadline)
 
-    def _transfer(self, version: int, deadline: float) -> TransferOutcome:
+    def _transfer(self, version: int, readers: Sequence[str], deadline: float) -> TransferOutcome:
         key, tensors = self._staging.of(version)
         messages: Sequence[Outbound]
         whole: Sequence[Outbound]
         if self._deposits is not None:
             whole = messages = self._deposits.steps(key, tensors, deadline)
         else:
-            whole = steps = recent(self._steps, key, lambda: self._compiled(tensors))
-            messages = self._agreed(version, steps, deadline)
+            steps = recent(self._steps, key, lambda: self._compiled(tensors))
+            taking = {column for reader in readers for column in self._form.columns[reader]}
+            whole = steps = [step for step in steps if step.peer - self._form.sources in taking]
+            messages = self._changes(version, steps, deadline) if self._link else steps
         depth = len(messages) if self._deposits else DEPTH
         outcome = self._exchange.send(messages, self._staging.sums(version), depth, deadline)
-        sent = [0] * self._ranks
-        for message in messages:
-            sent[message.peer - self._sources] += message.nbytes
+        sent, in_full = self._bytes(messages), self._bytes(whole)
         if outcome.state == WHOLE:
             with self._writer._control.changed:
-                self._writer._sent[self._group] += sum(sent)
-        return replace(outcome, sent=sent, whole_bytes=sum(message.nbytes for message in whole))
+                for reader, columns in self._form.columns.items():
+                    self._writer._sent[reader] += sum(sent[columns.start : columns.stop])
+        return replace(outcome, sent=sent, whole=in_full)
+
+    def _bytes(self, messages: Sequence[Outbound]) -> list[int]:
+        """By rank of the readers."""
+        nbytes = [0] * (self._form.size - self._form.sources)
+        for message in messages:
+            nbytes[message.peer - self._form.sources] += message.nbytes
+        return nbytes
 
     def abort(self) -> None:
         """End what runs, from another thread."""
@@ -376,11 +403,35 @@ class Sending:
         if self._deposits is not None:
             self._deposits.close()
 
-    def _agreed(
+    def _changes(
         self, version: int, steps: list[ChunkMessage], deadline: float
     ) -> Sequence[Outbound]:
-        """The messages as their receivers expect them."""
-        return steps
+        """What changed, where receivers say that they have a version; they are told how much."""
+        assert self._link is not None, "or nothing but whole versions is sent"
+        counts = {step.peer: 1 for step in steps}
+        base_versions = self._exchange.agree({}, counts, deadline)
+        messages: Sequence[Outbound] = steps
+        versions = {base for (base,) in base_versions.values()} - {version}
+        with self._writer._pins(versions) as pinned:
+            bases = {
+                peer: (base, self._gather(base))
+                for peer, (base,) in base_versions.items()
+                if base in pinned
+            }
+            if bases:
+                messages = changes(
+                    steps, self._gather(version), bases, self._staging.sums(version), self._link
+                )
+        self._exchange.agree(sizes(messages), {}, deadline)
+        return messages
+
+    def _gather(self, version: int) -> Gathered:
+        key, tensors = self._staging.of(version)
+        return recent(
+            self._gathered,
+            key,
+            lambda: Gathered(self._chunks, tensors, sending=True, device=self._device),
+        )
 
     def _compiled(self, tensors: Tensors) -> list[ChunkMessage]:
         return compiled(
@@ -389,4 +440,18 @@ class Sending:
             sending=True,
             depth=DEPTH,
             device=self._device,
+        )
+
+
+def _check_deltas(hold: str, backend: str) -> None:
+    """WeightError where changes cannot be sent."""
+    if hold != "snapshot":
+        raise WeightError(
+            f"a delta needs the version before it; found hold='{hold}', which keeps none; take"
+            " hold='snapshot', or give no link_bytes_per_s"
+        )
+    if backend in ONE_SIDED:
+        raise WeightError(
+            f"a delta pays on a slow link; found backend='{backend}', which writes within a"
+            " machine; give no link_bytes_per_s"
         )

@@ -13,16 +13,18 @@ from hypothesis import strategies as st
 import transport.native.differences as native
 from transport.errors import MessageError
 from transport.native import wordsum
-from transport.weights.deltas.delta import (
+from transport.weights.errors import ChecksumMismatch, WeightError
+from transport.weights.sharded.delta import (
+    BLOCK,
     PROVED,
+    RUN,
+    WORD,
     Delta,
     apply_delta,
     diff,
     encode_delta,
     most_bytes,
 )
-from transport.weights.deltas.places import BLOCK, RUN, WORD
-from transport.weights.errors import ChecksumMismatch, WeightError
 
 
 @pytest.fixture(autouse=True, scope="module", params=["compiled", "torch"])

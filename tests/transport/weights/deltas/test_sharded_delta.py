@@ -9,17 +9,12 @@ import torch
 from msgspec import structs
 
 from transport.weights import Layout, Mesh, ShardedWriter, WeightError
-from transport.weights.deltas import ends
-from transport.weights.deltas.delta import Delta
-from transport.weights.deltas.ends import DeltaReader, DeltaWriter
-from transport.weights.deltas.recoding import Patch
 from transport.weights.protocol.messages import CODEC, FormGroup
+from transport.weights.sharded import writer
+from transport.weights.sharded.delta import Delta
+from transport.weights.sharded.recoding import Patch
 
-from ..sharded_rig import FAST, Trainer, shards, until
-from ..sharded_rig import Group as AnyGroup
-
-Group = partial(AnyGroup, kind=DeltaReader)
-
+from ..sharded_rig import FAST, Group, Trainer, shards, until
 
 SLOW = 1e7
 
@@ -27,7 +22,7 @@ SLOW = 1e7
 """Bytes per second."""
 
 
-SLOWLY = partial(DeltaWriter, link_bytes_per_s=SLOW)
+SLOWLY = partial(ShardedWriter, link_bytes_per_s=SLOW)
 
 
 MODEL = {
@@ -107,7 +102,7 @@ class Run:
             end.publish(version, shards(self.source, rank, tensors))
         return tensors
 
-    def give(self, version: int, *groups: AnyGroup, share: float = 0.01) -> None:
+    def give(self, version: int, *groups: Group, share: float = 0.01) -> None:
         """Publish it, and see that each rank of the groups gets the bytes of its own boxes."""
         tensors = self.publish(version, share)
         until(lambda: all(group.versions == {version} for group in groups), self.trainer, *groups)
@@ -123,7 +118,7 @@ class Run:
         return total - before
 
 
-def assert_bits(group: AnyGroup, tensors: dict[str, torch.Tensor]) -> None:
+def assert_bits(group: Group, tensors: dict[str, torch.Tensor]) -> None:
     for rank, mine in enumerate(group.tensors):
         for name, wanted in shards(group.layout, rank, tensors).items():
             found = mine[name].detach()
@@ -303,7 +298,7 @@ def test_weights_that_their_owner_changes_are_no_base_and_from_then_on_all_is_se
     assert not run.trainer.writers[0].faults
 
 
-def spoil(group: AnyGroup) -> None:
+def spoil(group: Group) -> None:
     with torch.no_grad():
         group.tensors[0]["qk"].add_(1.0)
 
@@ -334,7 +329,7 @@ def test_a_version_that_is_cast_by_its_sender_has_deltas_and_one_cast_by_its_rec
     run.trainer.close()
 
 
-def assert_numbers(group: AnyGroup, tensors: dict[str, torch.Tensor]) -> None:
+def assert_numbers(group: Group, tensors: dict[str, torch.Tensor]) -> None:
     """As `assert_bits`, where a cast may change the bits of a NaN."""
     for rank, mine in enumerate(group.tensors):
         for name, wanted in shards(group.layout, rank, tensors).items():
@@ -344,7 +339,7 @@ def assert_numbers(group: AnyGroup, tensors: dict[str, torch.Tensor]) -> None:
 def test_a_version_stays_while_deltas_on_it_are_made_and_a_newer_one_waits(address, monkeypatch):
     run, group = Run(address, Layout.whole(MODEL)), Group(TARGET, address)
     run.give(1, group)
-    made, published = ends.changes, []
+    made, published = writer.changes, []
 
     def publish_meanwhile(*arguments):
         found = made(*arguments)
@@ -352,7 +347,7 @@ def test_a_version_stays_while_deltas_on_it_are_made_and_a_newer_one_waits(addre
             published.append(run.trainer.writers[0].publish(3, run.weights.full))
         return found
 
-    monkeypatch.setattr(ends, "changes", publish_meanwhile)
+    monkeypatch.setattr(writer, "changes", publish_meanwhile)
     tensors = run.publish(2)
     until(lambda: group.versions == {2}, group)
     assert published == [False] and run.trainer.writers[0].pending == 3
@@ -369,14 +364,7 @@ def test_borrowed_tensors_have_no_deltas(address):
 
 def test_both_ends_are_told_whether_there_are_deltas():
     form = FormGroup(
-        epoch=1,
-        group="g",
-        ranks=1,
-        sources=1,
-        layout={},
-        store="s",
-        backend="gloo",
-        bucket_bytes=1,
+        epoch=1, sources=1, readers=[], layouts=[], store="s", backend="gloo", bucket_bytes=1
     )
     assert not form.deltas
     assert CODEC.decode(CODEC.encode(structs.replace(form, deltas=True))).deltas

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 from rigs.examples import examples
 
-from transport.weights.layout.matchings import LIKE, NEAR, in_turn, matchings, slowest
+from transport.weights.layout.matchings import LIKE, NEAR, matchings, slowest
 
 SHAPES = st.tuples(st.integers(1, 9), st.integers(1, 9))
 
@@ -56,30 +56,12 @@ def test_they_never_take_longer_than_one_colouring_of_all_pairs_could(pair_bytes
 
 
 @examples(200)
-@given(pair_bytes=ANY, turn=st.integers(0, 1 << 20))
-def test_groups_begin_elsewhere_among_matchings_of_like_sizes(pair_bytes, turn):
-    largest = slowest(matchings(pair_bytes), pair_bytes)
-    places = in_turn(largest, turn)
-    assert sorted(places.tolist()) == list(range(len(largest)))
-    assert (largest <= LIKE**2 * largest[places]).all()
-
-
-def test_as_many_groups_as_matchings_never_meet_at_one():
-    largest = np.full(64, 1000)
-    for first in (0, 1, 64, 1000):
-        table = np.stack([in_turn(largest, first + group) for group in range(64)])
-        assert all(len(set(column)) == 64 for column in table.T.tolist())
-
-
-@examples(200)
 @given(pair_bytes=ANY, seed=st.integers(0, 1000))
 def test_ranks_that_go_through_them_in_order_never_wait_in_a_circle(pair_bytes, seed):
     """Each rank has one message under way, and goes on when its peer has come to it too: whoever is
     looked at first, all come to their end.
     """
     table, random = matchings(pair_bytes), np.random.default_rng(seed)
-    places = np.append(in_turn(slowest(table, pair_bytes), seed), -1)
-    table = np.where(table >= 0, places[table], -1)
     left = {}
     for side, count in enumerate(table.shape):
         for rank in range(count):

@@ -71,7 +71,7 @@ def test_a_writer_drops_junk_tells_of_it_once_and_serves_its_readers(address: st
         warnings.simplefilter("always")
         writer.publish(0, tensors)
         until(lambda: (writer.poll(), reader.poll() is not None and reader.adopt() == 0)[1])
-    assert len([one for one in said if "a message of weights/1" in str(one.message)]) == 1
+    assert len([one for one in said if "a message of weights/2" in str(one.message)]) == 1
     assert torch.equal(mine["w"], tensors["w"])
     for end in (reader, writer):
         end.close()

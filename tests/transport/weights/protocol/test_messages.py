@@ -26,7 +26,7 @@ def test_messages_survive_the_wire():
 
 @given(st.binary(max_size=60))
 def test_random_bytes_are_no_message(payload):
-    with pytest.raises(MessageError, match="a message of weights/1 .*; .*"):
+    with pytest.raises(MessageError, match="a message of weights/2 .*; .*"):
         CODEC.decode(payload)
 
 
@@ -36,18 +36,18 @@ def test_random_bytes_are_no_message(payload):
         3,
         [],
         {},
-        ["weights/1", "ReaderHeartbeat"],
-        ["weights/1", "ReaderHeartbeat", {}],
-        ["weights/1", "Steal", {"epoch": 1}],
+        ["weights/2", "ReaderHeartbeat"],
+        ["weights/2", "ReaderHeartbeat", {}],
+        ["weights/2", "Steal", {"epoch": 1}],
         ["data/1", "ReaderHeartbeat", {"epoch": 1, "version": 2, "verified": 2}],
-        ["weights/1", "ReaderHeartbeat", {"epoch": "1", "version": 2, "verified": 2}],
-        ["weights/1", "ReaderHeartbeat", {"epoch": True, "version": 2, "verified": 2}],
-        ["weights/1", "ReaderHeartbeat", {"epoch": 1, "version": 2, "verified": 2, "more": 3}],
-        ["weights/1", ["ReaderHeartbeat"], {"epoch": 1, "version": 2, "verified": 2}],
+        ["weights/2", "ReaderHeartbeat", {"epoch": "1", "version": 2, "verified": 2}],
+        ["weights/2", "ReaderHeartbeat", {"epoch": True, "version": 2, "verified": 2}],
+        ["weights/2", "ReaderHeartbeat", {"epoch": 1, "version": 2, "verified": 2, "more": 3}],
+        ["weights/2", ["ReaderHeartbeat"], {"epoch": 1, "version": 2, "verified": 2}],
     ],
 )
 def test_malformed_messages_are_refused(plain):
-    with pytest.raises(MessageError, match="a message of weights/1 .*; .*"):
+    with pytest.raises(MessageError, match="a message of weights/2 .*; .*"):
         CODEC.decode(closed(plain))
 
 

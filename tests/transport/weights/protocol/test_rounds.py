@@ -33,7 +33,7 @@ from transport.weights.protocol.ranks import (
     Transfer,
     TransferOutcome,
 )
-from transport.weights.protocol.rounds import Coordinator
+from transport.weights.protocol.rounds import EPOCHS, Coordinator
 from transport.weights.protocol.segments import SegmentReader
 
 PACE = Deadlines(heartbeat_s=1.0, gone_s=12.0, form_s=8.0, ready_s=5.0, transfer_s=6.0)
@@ -82,7 +82,14 @@ class World:
         self.begun: dict[tuple[int, int], set[bytes]] = defaultdict(set)
         self.frozen: set[bytes] = set()
         self.members: dict[int, set[bytes]] = defaultdict(set)
-        self.ready: dict[tuple[int, int], set[bytes]] = defaultdict(set)
+        self.ready: dict[tuple[int, bytes], int] = {}
+        """After which round of an epoch a reader's rank last said that it has room."""
+        self.took: dict[tuple[int, bytes], int] = defaultdict(int)
+        """Its last round."""
+        self.taking: dict[tuple[int, int], set[bytes]] = {}
+        """All who take part in a round."""
+        self.columns: dict[int, int] = {}
+        """Ranks of readers in an epoch."""
         self.moved: dict[tuple[int, int], set[bytes]] = defaultdict(set)
         self.open: dict[int, int] = {}
         self.damage: set[tuple[int, int]] = set()
@@ -164,12 +171,7 @@ class World:
                 if isinstance(action, Transfer):
                     key = action.epoch, action.round
                     self.begun[key].add(peer)
-                    # Nobody enters a transfer before all who receive are ready, nor sends what it
-                    # does not have.
-                    assert self.ready[key] == self.readers_of(action.epoch), (
-                        self.ready[key],
-                        action,
-                    )
+                    # Nobody sends what it does not have.
                     rank = self.ranks[peer]
                     assert (
                         isinstance(rank, ReaderRank) or action.version in rank.versions & rank.kept
@@ -183,11 +185,8 @@ class World:
                 self.work.append((peer, action))
             else:
                 if isinstance(action, Ready):
-                    self.ready[action.epoch, action.round].add(peer)
+                    self.ready[action.epoch, peer] = action.round
                 self.wires[peer, False].append(CODEC.decode(CODEC.encode(action)))
-
-    def readers_of(self, epoch: int) -> set[bytes]:
-        return {peer for peer in self.members[epoch] if not peer.startswith(b"source")}
 
     @staticmethod
     def epoch(work) -> int:
@@ -197,17 +196,17 @@ class World:
         for peer, message in out:
             if isinstance(message, FormGroup):
                 self.members[message.epoch].add(peer)
+                self.columns[message.epoch] = message.size - message.sources
+                assert len(self.coordinator._alive) <= EPOCHS
             if isinstance(message, StartTransfer):
-                assert self.ready[message.epoch, message.round] == self.readers_of(message.epoch)
+                self.starts(message)
             if isinstance(message, Verified):
                 key = message.epoch, message.round
-                assert self.moved[key] == self.members[message.epoch], "whole before all were done"
-                told = next(
-                    each
-                    for each in self.coordinator.sent.values()
-                    if each.version == message.version
-                )
-                assert told.pair_bytes == ((message.version,),) * self.sources
+                assert self.moved[key] == self.taking[key], "whole before all were done"
+                name = peer.split(b"/")[0].decode()
+                told = self.coordinator.sent[name]
+                assert told.version == message.version
+                assert told.pair_bytes == ((message.version,) * self.sizes[name],) * self.sources
                 assert (message.epoch // LINE, message.version) not in self.damage
                 assert {self.lines[p] for p in self.members[message.epoch] if p in self.lines} == {
                     self.line
@@ -216,6 +215,24 @@ class World:
                 self.wires[peer, True].append(CODEC.decode(CODEC.encode(message)))
             elif self.random.random() < 0.5:
                 self.send(self.coordinator.lost(peer))
+
+    def starts(self, message: StartTransfer) -> None:
+        """Nobody is in a transfer before all who receive have room, and nobody in two at once."""
+        key = message.epoch, message.round
+        if key in self.taking:
+            return
+        readers = {
+            peer
+            for peer in self.members[message.epoch]
+            if peer.split(b"/")[0].decode() in message.readers
+        }
+        for peer in readers:
+            assert self.ready[message.epoch, peer] == self.took[message.epoch, peer]
+            self.took[message.epoch, peer] = message.round
+        sources = {peer for peer in self.members[message.epoch] if peer.startswith(b"source")}
+        self.taking[key] = readers | sources
+        earlier = [other for other in self.taking if other[0] == key[0] and other[1] < key[1]]
+        assert all(self.moved[other] == self.taking[other] for other in earlier)
 
     def deliver(self) -> bool:
         ready = [
@@ -241,16 +258,17 @@ class World:
         self.work.remove((peer, work))
         rank = self.ranks[peer]
         if isinstance(work, FormProcessGroup):
-            self.act(peer, rank.formed(work.form.epoch, "", False))
+            self.act(peer, rank.formed(work.form.epoch, "", ""))
             return True
-        lost = not self.members[work.epoch] <= set(self.ranks)
+        lost = not self.taking[work.epoch, work.round] <= set(self.ranks)
         state = BROKEN if lost else WHOLE
         damaged = (work.epoch // LINE, work.version) in self.damage
         if state == WHOLE and damaged and isinstance(rank, ReaderRank):
             state = DAMAGED
         if state != BROKEN:
             self.moved[work.epoch, work.round].add(peer)
-        outcome = TransferOutcome(state, "" if state == WHOLE else "bad", [work.version])
+        sent = [work.version] * self.columns[work.epoch]
+        outcome = TransferOutcome(state, "" if state == WHOLE else "bad", sent, sent)
         self.act(peer, rank.transferred(work.epoch, work.round, outcome))
         return True
 
@@ -260,7 +278,7 @@ class World:
         """
         if isinstance(work, FormProcessGroup):
             return True
-        everybody = self.members[work.epoch]
+        everybody = self.taking[work.epoch, work.round]
         return self.begun[work.epoch, work.round] == everybody or not everybody <= set(self.ranks)
 
     def tick(self, seconds: float) -> None:
@@ -390,6 +408,71 @@ def test_a_frozen_group_does_not_hold_up_another():
     assert 1 in holds(world, "slow")
     world.calm()
     assert holds(world, "slow") == {4}
+
+
+def test_readers_share_one_epoch_and_one_that_comes_late_or_again_costs_nobody_a_version():
+    world = calm_world(one=2, other=1, third=1)
+
+    def epochs() -> set[int]:
+        return {status.epoch for status in world.coordinator.status(world.now)}
+
+    (before,) = epochs()
+    world.start("other", 0)
+    for version in (2, 3):
+        world.publish(version)
+        world.calm()
+        assert all(holds(world, name) == {version} for name in world.sizes)
+        assert len(epochs()) == 1 and len(world.coordinator._alive) == 1
+    assert epochs() != {before}
+    world.kill(world.peers("one")[1])
+    world.publish(4)
+    world.calm()
+    assert holds(world, "other") == holds(world, "third") == {4}
+    assert holds(world, "one") == {3}
+
+
+@pytest.mark.parametrize("where", ["transferring", "forming"])
+def test_one_that_lives_and_breaks_every_epoch_is_soon_alone_and_the_others_go_on(where):
+    names = [f"reader-{number}" for number in range(6)]
+    world = calm_world(**dict.fromkeys(names, 1))
+    for culprit in ("reader-0", "reader-3", "reader-5"):
+        rank = world.ranks[world.peers(culprit)[0]]
+        moved, formed = rank.transferred, rank.formed
+        if where == "transferring":
+            rank.transferred = lambda epoch, round, _, moved=moved: moved(
+                epoch, round, TransferOutcome(BROKEN, "bad cable")
+            )
+        else:
+            world.start(culprit, 0)
+            rank = world.ranks[world.peers(culprit)[0]]
+            formed = rank.formed
+            rank.formed = lambda epoch, *_, formed=formed: formed(epoch, "bad cable", "")
+        version = world.latest + 1
+        world.publish(version)
+        world.calm()
+        assert all(holds(world, name) == {version} for name in names if name != culprit)
+        assert holds(world, culprit) != {version}
+        assert world.coordinator.faults[culprit] == "bad cable"
+        rank.transferred, rank.formed = moved, formed
+        world.calm()
+        assert holds(world, culprit) == {version}
+        assert len(world.coordinator._alive) == 1
+
+
+def test_a_reader_whose_layout_does_not_fit_is_denied_and_the_others_form_without_it():
+    world = calm_world(sources=2, one=2)
+    world.sizes["misfit"] = 1
+    world.start("misfit", 0)
+    (stranger,) = world.peers("misfit")
+    formed = [world.ranks[peer] for peer in (b"source0", b"source1")]
+    for source in formed:
+        source.formed = lambda epoch, fault, _, real=source.formed: real(
+            epoch, *(("bad shape", "misfit") if stranger in world.members[epoch] else ("", ""))
+        )
+    world.publish(2)
+    world.calm()
+    assert holds(world, "one") == {2}
+    assert world.ranks[stranger].denied == world.coordinator.faults["misfit"] == "bad shape"
 
 
 def test_a_version_nobody_took_is_skipped():

@@ -8,7 +8,7 @@ from transport.weights.protocol.ranks import FormProcessGroup
 from transport.weights.sharded.control import ControlThread
 
 FORM = FormGroup(
-    epoch=7, group="g", ranks=1, sources=1, layout={}, store="", backend="gloo", bucket_bytes=1
+    epoch=7, sources=1, readers=[], layouts=[], store="", backend="gloo", bucket_bytes=1
 )
 
 

@@ -23,7 +23,6 @@ from transport.weights import (
     WeightError,
     reshard,
 )
-from transport.weights.deltas.ends import DeltaWriter
 from transport.weights.sharded.process_group import ProcessGroup
 from transport.weights.sharded.put import Deposit, DepositedChunk, Deposits
 from transport.weights.sharded.transfer import GroupExchange
@@ -354,7 +353,7 @@ def test_who_is_killed_leaves_nothing_in_shared_memory_and_its_group_recovers(
 
 def test_a_delta_within_a_machine_is_refused(address):
     with pytest.raises(WeightError, match="pays on a slow link; found backend='shared_memory'"):
-        DeltaWriter(SOURCE, 0, address, backend="shared_memory", link_bytes_per_s=1e7)
+        ShardedWriter(SOURCE, 0, address, backend="shared_memory", link_bytes_per_s=1e7)
 
 
 def _pages(nbytes: int) -> int:

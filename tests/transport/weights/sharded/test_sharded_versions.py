@@ -190,9 +190,32 @@ def test_a_publish_never_waits_and_the_newest_version_goes_out_when_a_buffer_is_
         assert holds(group, tensors)
 
 
+def test_over_messages_one_version_is_sent_at_a_time_and_who_comes_meanwhile_takes_the_next(
+    address, gate
+):
+    trainer = Trainer(SOURCE, address, bucket_bytes=64)
+    gate.clear()
+    trainer.publish(1)
+    first = Group(TARGET, address, "first")
+    until(lambda: all(writer._member.kept == {1} for writer in trainer.writers))
+    second = Group(Layout.whole(MODEL), address, "second")
+    for version in (2, 3, 4):
+        tensors = trainer.publish(version)
+        assert all(writer.pending is None for writer in trainer.writers)
+    until(lambda: trainer.status("second") is not None)
+    assert all(writer._member.kept == {1} for writer in trainer.writers)
+    gate.set()
+    until(lambda: first.versions == second.versions == {4}, first, second, trainer)
+    assert len({status.epoch for status in trainer.writers[0].readers}) == 1
+    for group in (first, second):
+        assert holds(group, tensors)
+        group.close()
+    trainer.close()
+
+
 @pytest.mark.parametrize("settle", [(), (1,), (0, 1)], ids=str)
-def test_when_both_buffers_are_being_sent_a_version_waits_for_poll(address, gate, backend, settle):
-    trainer = Trainer(SOURCE, address, backend=backend, bucket_bytes=64)
+def test_when_both_buffers_are_being_sent_a_version_waits_for_poll(address, gate, settle):
+    trainer = Trainer(SOURCE, address, backend="shared_memory", bucket_bytes=64)
     gate.clear()
     trainer.publish(1)
     slow = Group(TARGET, address, "slow")
@@ -446,7 +469,7 @@ def test_a_collective_never_holds_the_thread_that_keeps_the_deadline():
         def prepare(self) -> None:
             pass
 
-        def transfer(self, version: int, deadline: float) -> TransferOutcome:
+        def transfer(self, transfer: Transfer, deadline: float) -> TransferOutcome:
             assert threading.current_thread() is not loop, "the loop itself is in the collective"
             stuck.set()
             over.wait(DEADLINE_S)
@@ -462,8 +485,10 @@ def test_a_collective_never_holds_the_thread_that_keeps_the_deadline():
         outcomes.append((transfer.version, outcome.fault))
         ended.set()
 
-    thread = EpochThread(lambda stop: Stuck(), lambda fault, mismatch: None, transferred)
-    thread.transfer(Transfer(epoch=1, round=1, version=7), time.monotonic() + DEADLINE_S)
+    thread = EpochThread(lambda stop: Stuck(), lambda fault, misfit: None, transferred)
+    thread.transfer(
+        Transfer(epoch=1, round=1, version=7, readers=[]), time.monotonic() + DEADLINE_S
+    )
     assert stuck.wait(DEADLINE_S) and outcomes == []
     thread.abort()
     assert ended.wait(DEADLINE_S) and thread.ended(DEADLINE_S)
@@ -477,7 +502,7 @@ def test_the_thread_that_keeps_the_deadline_breaks_a_transfer_off_that_passes_it
         def prepare(self) -> None:
             pass
 
-        def transfer(self, version: int, deadline: float) -> TransferOutcome:
+        def transfer(self, transfer: Transfer, deadline: float) -> TransferOutcome:
             stuck.set()
             assert over.wait(DEADLINE_S)
             return TransferOutcome(BROKEN, "pair closed")
@@ -492,9 +517,9 @@ def test_the_thread_that_keeps_the_deadline_breaks_a_transfer_off_that_passes_it
         outcomes.append(outcome.fault)
         ended.set()
 
-    thread = EpochThread(lambda stop: Stuck(), lambda fault, mismatch: None, transferred)
+    thread = EpochThread(lambda stop: Stuck(), lambda fault, misfit: None, transferred)
     thread.look(1e9)
-    thread.transfer(Transfer(epoch=1, round=1, version=7), 100.0)
+    thread.transfer(Transfer(epoch=1, round=1, version=7, readers=[]), 100.0)
     assert stuck.wait(DEADLINE_S)
     thread.look(99.0)
     assert not over.is_set()

@@ -12,11 +12,11 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from transport.errors import MessageError
-from transport.weights.deltas.delta import Delta, apply_delta, encode_delta
 from transport.weights.errors import WeightError
 from transport.weights.executors.device import TransferDevice
 from transport.weights.layout.flat import ALIGNMENT
 from transport.weights.sharded.chunks import Chunk, PlaceKey
+from transport.weights.sharded.delta import Delta, apply_delta, encode_delta
 from transport.weights.sharded.staging import StagedSums, Tensors
 from transport.weights.sharded.steps import ChunkMessage, step_of
 from transport.weights.sharded.transfer import Outbound
