@@ -26,7 +26,7 @@ from dataflow import Graph, Model, scorer
 from dataflow.foresight.catalogue import device_kind
 from dataflow.foresight.choice.search import SearchResult, choose
 from dataflow.foresight.command import read_devices
-from dataflow.foresight.foresee import size_of
+from dataflow.foresight.counts import size_of
 from dataflow.foresight.workload import Workload
 from dataflow.planning.memory_need import need_of
 from dataflow.planning.model_size import ModelSize
