@@ -456,6 +456,9 @@ def test_one_that_lives_and_breaks_every_epoch_is_soon_alone_and_the_others_go_o
         rank.transferred, rank.formed = moved, formed
         world.calm()
         assert holds(world, culprit) == {version}
+        world.publish(version + 1)  # which all take, some from epochs that broke before
+        world.calm()
+        assert all(holds(world, name) == {version + 1} for name in names)
         assert len(world.coordinator._alive) == 1
 
 
