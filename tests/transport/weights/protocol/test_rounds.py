@@ -436,6 +436,8 @@ def test_one_that_lives_and_breaks_every_epoch_is_soon_alone_and_the_others_go_o
     names = [f"reader-{number}" for number in range(6)]
     world = calm_world(**dict.fromkeys(names, 1))
     for culprit in ("reader-0", "reader-3", "reader-5"):
+        if where == "forming":
+            world.start(culprit, 0)
         rank = world.ranks[world.peers(culprit)[0]]
         moved, formed = rank.transferred, rank.formed
         if where == "transferring":
@@ -443,9 +445,6 @@ def test_one_that_lives_and_breaks_every_epoch_is_soon_alone_and_the_others_go_o
                 epoch, round, TransferOutcome(BROKEN, "bad cable")
             )
         else:
-            world.start(culprit, 0)
-            rank = world.ranks[world.peers(culprit)[0]]
-            formed = rank.formed
             rank.formed = lambda epoch, *_, formed=formed: formed(epoch, "bad cable", "")
         version = world.latest + 1
         world.publish(version)
