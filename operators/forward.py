@@ -5,7 +5,7 @@ torch.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import KW_ONLY, dataclass, field, replace
 from typing import Any, ClassVar, Literal
 
@@ -115,6 +115,14 @@ class ForwardOperator(Transform):
         from operators.forward_pass.build import build
 
         return build(self, context)
+
+    def follower(self, context: Context, told: Mapping[str, Any]) -> Callable[[int, int], int]:
+        """What a rank runs on another host than rank 0's
+        (`dataflow.system.rank_places.Spreads`).
+        """
+        from operators.forward_pass.ranks import follower
+
+        return follower(self, context, told)
 
 
 @dataclass(frozen=True, eq=False)

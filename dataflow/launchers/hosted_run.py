@@ -48,7 +48,7 @@ def check_own_folders(graph: Graph, plan: Plan, copies: Copies | None) -> None:
             " (--checkpoint-to)"
         )
     for worker, placement in plan.placements.items():
-        if placement.rank_hosts and own.intersection(placement.rank_hosts):
+        if graph.operators[worker].trains and own.intersection(placement.rank_hosts):
             raise GraphError(
                 f"the ranks of '{worker}' are spread over hosts {named(placement.rank_hosts)},"
                 f" which write one checkpoint together, but {_see_no_other(own)}; give all of them"

@@ -505,7 +505,7 @@ def _parts(
             ranks=ranks_each,
             gpus=gpus.get(name, 0),
             need=need,
-            may_spread=isinstance(operator, Spreads),
+            may_spread=isinstance(operator, Spreads) and count == 1 and name not in trainers,
             split=operator.traits.split,
             port=operator.traits.port,
             chosen=knobs,

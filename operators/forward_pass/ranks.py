@@ -7,8 +7,9 @@ from __future__ import annotations
 import dataclasses
 import functools
 import os
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,7 +24,7 @@ from dataflow.errors import RunError
 from dataflow.runtime import Context, WeightEnds
 from dataflow.system.messages import Channel, Message
 from dataflow.tokens.rollout_tokens import SamplingMask
-from dataflow.weight_ends import WeightsBeside
+from dataflow.weight_ends import OpensWeights, WeightsBeside
 from operators.engine.parallel.shards import Shard, SlicedModel, localized, plain_pieces, sliced
 from operators.forward import ForwardOperator
 from operators.forward_pass.reading import Reading, reading_of
@@ -43,6 +44,7 @@ from operators.ranks.team import (
     leading,
     named,
     next_message,
+    on_their_hosts,
     run_rank,
 )
 from operators.ranks.weights import KINDS, Leader, Take, beside, followed, met, opens_for_ranks
@@ -172,72 +174,109 @@ class LedForward:
         group.leave()
 
 
+@dataclass(frozen=True)
+class _Making:
+    """How each rank makes its part of the model."""
+
+    declaration: ForwardOperator
+    context: Context
+    opens: OpensWeights | None
+    """Where versions come, rank 0's; nowhere for ranks on several hosts."""
+
+    def device(self, rank: int) -> torch.device:
+        """Of a rank, on its host."""
+        share = self.context.devices
+        return (
+            device_of(share.device, rank)
+            if share.places is None
+            else torch.device(share.places.devices[rank])
+        )
+
+    def joined(self, rank: int, folder: Path) -> TrainerMesh:
+        """Meet the others; those on other hosts are being started meanwhile."""
+        share, limits = self.context.devices, self.context.run.limits
+        heads = key_value_heads(load_configs(self.declaration.model)[0])
+        device = self.device(rank)
+        torch.set_num_threads(share.threads)
+        wait_s = limits.exchange_s if share.places is None else limits.start_s
+        group.join(folder, rank, share.ranks, device, wait_s, share.places)
+        return make_mesh(device, share.ranks, tensor_parallel=share.ranks, key_value_heads=heads)
+
+    def loaded(self, rank: int, mesh: TrainerMesh, loading: Loading) -> tuple[SlicedModel, Reading]:
+        """This rank's slices, and what asks them."""
+        model = self.declaration.model
+
+        def cut_up(module: torch.nn.Module) -> dict[str, Shard]:
+            cut(module, mesh, model.name)
+            ends = cut_ends(module, mesh["tp"])
+            shards = localized(module, self.device(rank))
+            gather_ends(ends, mesh["tp"])
+            return shards
+
+        own = sliced(model, cut_up, loading)
+        with torch.no_grad():
+            return own, reading_of(self.declaration, self.context.node, own.module)
+
+    def follow(self, end: int, rank: int) -> int:
+        """What a fork runs that is a rank behind rank 0, given the number of its socket; its exit
+        status.
+        """
+        context, limits = self.context, self.context.run.limits
+
+        def work(channel: Channel[Any]) -> None:
+            def opened(own: SlicedModel) -> AbstractContextManager[WeightsBeside | None]:
+                return beside(
+                    channel,
+                    rank,
+                    None if self.opens is None else self.opens.site,
+                    str(self.device(rank)),
+                    {name: shard.local for name, shard in own.shards.items()},
+                    plain_pieces(own.shards),
+                    limits=limits,
+                    attempt=context.life.attempt,
+                )
+
+            meet, load = functools.partial(self.joined, rank), functools.partial(self.loaded, rank)
+            follow(channel, rank, limits.exchange_s, meet, load, opened, context.devices.aside)
+
+        return run_rank(end, CODEC, limits.exchange_s, work)
+
+
+def follower(
+    declaration: ForwardOperator, context: Context, told: Mapping[str, Any]
+) -> Callable[[int, int], int]:
+    """As `Spreads.follower`, for what `led` sends."""
+    model = dataclasses.replace(declaration.model, **told)
+    return _Making(dataclasses.replace(declaration, model=model), context, None).follow
+
+
 def led(
     declaration: ForwardOperator, context: Context
 ) -> tuple[Reading, Merged | None, Context, LedForward]:
     """How an operator of several ranks asks its model, rank 0's adapters where it has some,
     the context with a weight plane that all ranks read, and the forward pass of all ranks.
 
-    This process is rank 0; on GPUs, rank r takes the r-th after this one's. The other ranks are
-    forks of it, as it is now: call this before it has used a GPU.
+    This process is rank 0; on GPUs, rank r takes the r-th after this one's, where the context gives
+    no places. The other ranks on its host are forks of it, as it is now: call this before it has
+    used a GPU.
 
     Raises:
         ModelError: the model cannot be loaded or shared out.
         WorkerDied, DeadlineError: a rank did not start.
     """
-    ranks, limits, model = context.devices.ranks, context.run.limits, declaration.model
-    heads, opens = key_value_heads(load_configs(model)[0]), opens_for_ranks(context.weights.reader)
-
-    def joined(rank: int, folder: Path) -> TrainerMesh:
-        device = device_of(context.devices.device, rank)
-        torch.set_num_threads(context.devices.threads)
-        group.join(folder, rank, ranks, device, limits.exchange_s)
-        return make_mesh(device, ranks, tensor_parallel=ranks, key_value_heads=heads)
-
-    def loaded(rank: int, mesh: TrainerMesh, loading: Loading) -> tuple[SlicedModel, Reading]:
-        def cut_up(module: torch.nn.Module) -> dict[str, Shard]:
-            cut(module, mesh, model.name)
-            ends = cut_ends(module, mesh["tp"])
-            shards = localized(module, device_of(context.devices.device, rank))
-            gather_ends(ends, mesh["tp"])
-            return shards
-
-        own = sliced(model, cut_up, loading)
-        with torch.no_grad():
-            return own, reading_of(declaration, context.node, own.module)
-
-    def main(end: int, rank: int) -> int:
-        def work(channel: Channel[Any]) -> None:
-            def opened(own: SlicedModel) -> AbstractContextManager[WeightsBeside | None]:
-                tensors = {name: shard.local for name, shard in own.shards.items()}
-                device, site = (
-                    str(device_of(context.devices.device, rank)),
-                    None if opens is None else opens.site,
-                )
-                slices = plain_pieces(own.shards)
-                return beside(
-                    channel,
-                    rank,
-                    site,
-                    device,
-                    tensors,
-                    slices,
-                    limits=limits,
-                    attempt=context.life.attempt,
-                )
-
-            meet, load = functools.partial(joined, rank), functools.partial(loaded, rank)
-            follow(channel, rank, limits.exchange_s, meet, load, opened, context.devices.aside)
-
-        return run_rank(end, CODEC, limits.exchange_s, work)
-
-    team = Team(context.node, ranks, forked(main, context.devices.turn_files), limits, CODEC)
+    share, limits, model = context.devices, context.run.limits, declaration.model
+    if share.places is not None and share.places.starts is not None:
+        share.places.starts.prepare({"source": model.source, "revision": model.revision})
+    opens = opens_for_ranks(context.weights.reader)
+    making = _Making(declaration, context, opens)
+    start = on_their_hosts(forked(making.follow, share.turn_files), share.places)
+    team = Team(context.node, share.ranks, start, limits, CODEC)
     with team.starting():
         team.tell(Join(str(team.folder)))
-        mesh = joined(0, team.folder)
+        mesh = making.joined(0, team.folder)
         watch = group.watched(limits.exchange_s)
         with watch.within():
-            own, reading = loaded(0, mesh, leading(team, watch))
+            own, reading = making.loaded(0, mesh, leading(team, watch))
         slices = () if opens is None else met(team, plain_pieces(own.shards))
     exchange = Exchange(team, watch)
     reading.forward = forward = LedForward(reading.forward, exchange)

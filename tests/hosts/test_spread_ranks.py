@@ -1,5 +1,5 @@
-"""A trainer whose ranks are on several hosts: it makes the steps that it makes on one, and outlives
-one of them.
+"""A trainer, or a reference, whose ranks are on several hosts: it computes what it computes on one,
+and outlives one of them.
 """
 
 import os
@@ -112,3 +112,51 @@ def test_a_rank_on_another_host_that_is_killed_ends_its_worker_which_is_started_
         and "on host 'b'" in str(fault["cause"])
         and not more
     )
+
+
+def with_reference(cluster: Cluster, policy: Path, place: object, steps: int) -> None:
+    """A reference of two ranks, on hosts that have nothing else to do."""
+    cluster.start(
+        "tiny",
+        {"policy": str(policy), "max_staleness": 0, "reference_ranks": 2},
+        steps=steps,
+        place={"trainer": "c", "generator": "c"} | dict(place),
+        limits=LIMITS,
+        on=cluster.hosts[2],
+        listen=cluster.hosts[2].address,
+    )
+
+
+def of_reference(cluster: Cluster) -> Any:
+    return RunFolder.open(cluster.run_folder).read_json("config.json")["hosts"]["ref_logprobs"]
+
+
+def test_a_reference_on_two_hosts_makes_the_steps_that_it_makes_on_one(
+    cluster: Cluster, policy: Path
+) -> None:
+    with_reference(cluster, policy, {"ref_logprobs": ("a", "b")}, 4)
+    clean(cluster)
+    spread = losses(cluster.run_folder)
+    assert of_reference(cluster) == ["a", "b"]
+    (cluster.folder / "runs").rename(cluster.folder / "spread")
+    with_reference(cluster, policy, {"ref_logprobs": "a"}, 4)
+    clean(cluster)
+    assert of_reference(cluster) == ["a"]
+    assert spread == pytest.approx(losses(cluster.run_folder), abs=1e-5) and len(spread) == 4
+
+
+@pytest.mark.parametrize("falls", ["a", "b"])
+def test_a_host_of_a_references_ranks_dies_and_it_is_started_again(
+    cluster: Cluster, policy: Path, falls: str
+) -> None:
+    with_reference(cluster, policy, {"ref_logprobs": ("a", "b")}, 60)
+    cluster.wait_for_step(3)
+    host = next(host for host in cluster.hosts if host.name == falls)
+    host.kill()
+    cluster.agents.pop(falls)
+    host.boot()
+    cluster.join(host)
+    clean(cluster)
+    faults = [fault for fault in cluster.faults() if fault["worker"] == "ref_logprobs-0"]
+    assert any(f"host '{falls}'" in str(fault["cause"]) for fault in faults)
+    assert len(losses(cluster.run_folder)) == 60

@@ -65,14 +65,17 @@ def tiny_graph(
     prompts_per_step: int = 4,
     max_tokens: int = 24,
     epochs: int | None = None,
+    reference_ranks: int = 0,
     generator_knobs: dict[str, Any] | None = None,
     model_knobs: dict[str, Any] | None = None,
     **trainer_knobs: Any,
 ) -> Graph:
-    """The real operators around a tiny policy with random weights."""
-    from operators import Evaluate, Generator, Prompts, Trainer
+    """The real operators around a tiny policy with random weights; beside a frozen reference of so
+    many ranks, if any.
+    """
+    from operators import Evaluate, Generator, Logprobs, Prompts, Trainer
     from operators.credit import advantage
-    from operators.losses import aipo
+    from operators.losses import aipo, with_kl
 
     g, model = Graph("tiny"), Model(str(policy), **(model_knobs or {}))
     knobs: dict[str, Any] = {
@@ -83,7 +86,10 @@ def tiny_graph(
     }
     generator = Generator(model, **(knobs | (generator_knobs or {})))
     knobs = {"prompts_per_step": prompts_per_step, "lr": 1e-2, "normalize": "rollouts"}
-    trainer = Trainer(model, loss=partial(aipo, rho=4.0), **(knobs | trainer_knobs))
+    loss = partial(aipo, rho=4.0)
+    if reference_ranks:
+        loss = with_kl(loss, beta=0.1)
+    trainer = Trainer(model, loss=loss, **(knobs | trainer_knobs))
     source = Prompts(words() if prompts is None else prompts, columns=("answer",), epochs=epochs)
 
     def scored(source: Any) -> Any:
@@ -92,7 +98,10 @@ def tiny_graph(
             stream = each(stream)
         return stream
 
-    trainer(advantage(scored(source)))
+    rollouts = scored(source)
+    if reference_ranks:
+        rollouts = Logprobs(model.frozen(), tensor_parallel=reference_ranks)(rollouts)
+    trainer(advantage(rollouts))
     if eval_every is not None:
         held_out = Prompts(words(6), columns=("answer",), name="held_out", group_size=2)
         Evaluate(every_steps=eval_every)(scored(held_out))
