@@ -28,14 +28,22 @@ def cluster(make_cluster: Callable[..., Cluster], policy: Path) -> Cluster:
 
 
 def start(
-    cluster: Cluster, policy: Path, place: object, cores: int, steps: int, *, max_staleness: int = 4
+    cluster: Cluster,
+    policy: Path,
+    place: object,
+    cores: int,
+    steps: int,
+    *,
+    ranks: int = 2,
+    **knobs: int,
 ) -> None:
+    """ranks: of the trainer."""
     cluster.launch(
         "tiny",
-        {"policy": str(policy), "max_staleness": max_staleness},
+        {"policy": str(policy), "max_staleness": 4} | knobs,
         steps=steps,
         place=place,
-        ranks={"trainer": 2},
+        ranks={"trainer": ranks},
         limits=LIMITS,
         on=cluster.hosts[2],
         listen=cluster.hosts[2].address,
@@ -116,15 +124,8 @@ def test_a_rank_on_another_host_that_is_killed_ends_its_worker_which_is_started_
 
 def with_reference(cluster: Cluster, policy: Path, place: object, steps: int) -> None:
     """A reference of two ranks, on hosts that have nothing else to do."""
-    cluster.start(
-        "tiny",
-        {"policy": str(policy), "max_staleness": 0, "reference_ranks": 2},
-        steps=steps,
-        place={"trainer": "c", "generator": "c"} | dict(place),
-        limits=LIMITS,
-        on=cluster.hosts[2],
-        listen=cluster.hosts[2].address,
-    )
+    where = {"trainer": "c", "generator": "c", "ref_logprobs": place}
+    start(cluster, policy, where, 2, steps, ranks=1, max_staleness=0, reference_ranks=2)
 
 
 def of_reference(cluster: Cluster) -> Any:
@@ -134,12 +135,12 @@ def of_reference(cluster: Cluster) -> Any:
 def test_a_reference_on_two_hosts_makes_the_steps_that_it_makes_on_one(
     cluster: Cluster, policy: Path
 ) -> None:
-    with_reference(cluster, policy, {"ref_logprobs": ("a", "b")}, 4)
+    with_reference(cluster, policy, ("a", "b"), 4)
     clean(cluster)
     spread = losses(cluster.run_folder)
     assert of_reference(cluster) == ["a", "b"]
     (cluster.folder / "runs").rename(cluster.folder / "spread")
-    with_reference(cluster, policy, {"ref_logprobs": "a"}, 4)
+    with_reference(cluster, policy, "a", 4)
     clean(cluster)
     assert of_reference(cluster) == ["a"]
     assert spread == pytest.approx(losses(cluster.run_folder), abs=1e-5) and len(spread) == 4
@@ -149,13 +150,13 @@ def test_a_reference_on_two_hosts_makes_the_steps_that_it_makes_on_one(
 def test_a_host_of_a_references_ranks_dies_and_it_is_started_again(
     cluster: Cluster, policy: Path, falls: str
 ) -> None:
-    with_reference(cluster, policy, {"ref_logprobs": ("a", "b")}, 60)
+    with_reference(cluster, policy, ("a", "b"), 60)
     cluster.wait_for_step(3)
     host = next(host for host in cluster.hosts if host.name == falls)
     host.kill()
     cluster.agents.pop(falls)
     host.boot()
-    cluster.join(host)
+    cluster.join(host, {"DATAFLOW_AGENT_CPUS": "2"})
     clean(cluster)
     faults = [fault for fault in cluster.faults() if fault["worker"] == "ref_logprobs-0"]
     assert any(f"host '{falls}'" in str(fault["cause"]) for fault in faults)

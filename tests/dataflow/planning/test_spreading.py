@@ -9,12 +9,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rigs.spreading import POLICY, build
 
-from dataflow import Devices, GraphError, Plan, plan
+from dataflow import Devices, Graph, GraphError, Plan, plan
 from dataflow.node import Split
 from dataflow.planning.hosts import Host
 from dataflow.planning.model_size import ModelSize
 from dataflow.planning.seats import Fixed, Seat, divisions
-from dataflow.testing import FakeTrainer
+from dataflow.testing import FakeGenerator, FakePrompts, FakeTrainer
+from operators import Logprobs
 
 
 def hosts(count: int, **facts: int) -> Devices:
@@ -228,3 +229,23 @@ def test_others_keep_off_what_each_host_has_of_a_trainer_that_is_spread() -> Non
     assert made.settle(made.devices, [GENERATOR], all_four)[0] == {}
     less = Fixed(seats={TRAINER: Seat("a", (0, 1, 2), ("a", "a", "b"))}, hosts={"a", "b"})
     assert made.settle(made.devices, [GENERATOR], less)[0] == {GENERATOR: Seat("b", (3,))}
+
+
+@pytest.mark.parametrize("is_fed", [False, True])
+def test_a_frozen_reference_that_fits_no_host_is_spread_and_one_whose_weights_change_is_refused(
+    is_fed: bool,
+) -> None:
+    graph, generator = Graph("test"), FakeGenerator(model=POLICY)
+    reference = Logprobs(POLICY if is_fed else POLICY.frozen(), tensor_parallel=16)
+    trainer = FakeTrainer(name="trainer", model=POLICY)
+    trainer(reference(generator(graph.source(FakePrompts()))))
+    graph.feedback(trainer.weights, generator, max_staleness=1)
+    if is_fed:
+        graph.feedback(trainer.weights, reference, every=4)
+    gpus = {"trainer": 1, "generator": 1, "ref_logprobs": 16}
+    if is_fed:
+        with pytest.raises(GraphError, match="'ref_logprobs' needs 16 GPUs in a row on one host"):
+            plan(graph, hosts(3, gpus=8), gpus=gpus)
+        return
+    made = plan(graph, hosts(3, gpus=8), gpus=gpus).placements["ref_logprobs"]
+    assert made.rank_hosts == tuple(name for name in "ab" for _ in range(8))
