@@ -155,9 +155,10 @@ class _Summing:
 
 
 def _put_table(file: BinaryIO, table: pa.Table) -> None:
-    options = pa.ipc.IpcWriteOptions(
-        compression=_ZSTD if table.nbytes >= COMPRESSED_BYTES else None
-    )
+    is_large = table.nbytes >= COMPRESSED_BYTES
+    options = pa.ipc.IpcWriteOptions(compression=_ZSTD if is_large else None)
+    if not is_large:  # each batch takes a write for each array
+        table = table.combine_chunks()
     sink = _Summing(file)
     with pa.ipc.new_file(
         sink, table.schema, options=options, metadata={"sum": SUM + NO_SUM}
