@@ -78,9 +78,7 @@ class NewLogprobs:
         if not learner.keep_new_logprobs:
             return None
         by_rollout: dict[int, AnyArray] = {}
-        for plain in reversed(
-            learner.everywhere(rank_logprobs, is_brief=True)
-        ):  # of ranks that share a model's matrices the first one's count
+        for plain in learner.everywhere(rank_logprobs, is_brief=True):
             values = np.frombuffer(plain["values"], np.float32)
             ids = np.frombuffer(plain["rollouts"], np.int64).tolist()
             by_rollout |= zip(
@@ -118,9 +116,11 @@ class NewLogprobs:
 
 
 def rank_logprobs(*, learner: Learner, rank: int, ranks: int) -> dict[str, Any]:
-    """What one rank has computed, as plain values."""
+    """What one rank has computed, as plain values; nothing where the rank before it tells the
+    same.
+    """
     rollouts, lengths, values = b"", [np.zeros(0, np.int64)], b""
-    for part in learner.parts:
+    for part in () if rank % learner.together.tensor else learner.parts:
         rows = part.rows
         counts = np.r_[0, np.cumsum(~np.isnan(part.new_S))]
         is_computed_R = counts[rows.offsets[1:]] > counts[rows.offsets[:-1]]

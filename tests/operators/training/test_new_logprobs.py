@@ -16,8 +16,13 @@ from trainer_rig import (
 )
 
 from operators.training.learner.learner import Learner
+from operators.training.learner.together import Alone
 from operators.training.retrain import other_logprobs
-from operators.training.steps import NewLogprobs
+from operators.training.steps import NewLogprobs, rank_logprobs
+
+
+class TwoAlike(Alone):
+    tensor = 2
 
 
 def trained(learner: Learner, *groups: pa.RecordBatch) -> NewLogprobs:
@@ -87,6 +92,15 @@ def test_what_did_not_go_through_the_model_has_none() -> None:
         assert values[0] is None and None not in values[1:], "nothing stands before the first token"
     (given,) = found.beside([mixed]).to_batches()
     assert found.beside([given]).to_batches() == [given], "a column that rows have stays"
+
+
+def test_of_ranks_that_compute_the_same_one_tells_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    learner = tiny_learner(tiny_trainer())
+    trained(learner, group(0, advantages=[1.0, -1.0, 0.5]))
+    monkeypatch.setattr(learner, "together", TwoAlike())
+    told = [rank_logprobs(learner=learner, rank=rank, ranks=4) for rank in range(4)]
+    assert [len(plain["rollouts"]) // 8 for plain in told] == [3, 0, 3, 0]
+    assert [len(plain["values"]) > 0 for plain in told] == [True, False, True, False]
 
 
 def test_the_file_of_a_step_has_them_and_its_ratios_are_the_step_s(tmp_path: Path) -> None:
