@@ -331,6 +331,8 @@ class StepMaker:
 
     def _take_knobs(self, trainer: TrainerKnobs) -> None:
         """Let the learners of all ranks go by other knobs."""
+        if trainer is self._trainer:
+            return
         before, self._trainer = rank_knobs(self._trainer), trainer
         if (now := rank_knobs(trainer)) != before:
             self.learner.everywhere(take_knobs, **now)
