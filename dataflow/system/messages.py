@@ -112,13 +112,11 @@ class Channel(Generic[M]):
 
         Raises OSError when the peer is gone, MessageError where the body is too large.
         """
-        frame = self.framed(message, body)
-        self._out.append((frame, [os.dup(file) for file in files]))
-        self.flush()
+        self.post_frame(self.framed(message, body), files)
 
-    def post_frame(self, frame: memoryview) -> None:
+    def post_frame(self, frame: memoryview, files: Sequence[int] = ()) -> None:
         """`post` of what `framed` made of a message, here or at another channel of the codec."""
-        self._out.append((frame, ()))
+        self._out.append((frame, [os.dup(file) for file in files]))
         self.flush()
 
     def framed(self, message: M, body: bytes | None = None) -> memoryview:

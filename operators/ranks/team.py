@@ -403,7 +403,7 @@ def next_message(
     meanwhile: Callable[[], None] = lambda: None,
 ) -> Any:
     """Rank 0's next message; `wait_s` bounds a message that has begun; `meanwhile` is called every
-    `look_s` seconds. Raises WorkerDied when rank 0 has ended.
+    `look_s` seconds.
 
     Raises WorkerDied when rank 0 has ended.
     """

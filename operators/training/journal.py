@@ -58,8 +58,8 @@ class Journal:
         context = self.context
         with context.span("record"):
             if context.folder is not None:
-                rows = [group.records for group in trained]
-                rows = rows if computed is None else computed.beside(rows)
+                groups = [group.records for group in trained]
+                rows = groups if computed is None else computed.beside(groups)
                 context.folder.rollouts_of(context.graph.own_folder).write(step, rows)
             if context.ledger is not None:
                 context.ledger.commit_step(

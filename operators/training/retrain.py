@@ -113,7 +113,7 @@ def other_logprobs(computed: NewLogprobs | None, records: Iterable[pa.RecordBatc
         if computed is None or NEW_LOGPROBS not in rows.schema.names:
             continue
         bare = rows.select([name for name in rows.schema.names if name != NEW_LOGPROBS])
-        now, was = computed.beside([bare])[0].column(NEW_LOGPROBS), rows.column(NEW_LOGPROBS)
+        now, was = computed.beside([bare]).column(NEW_LOGPROBS), rows.column(NEW_LOGPROBS)
         count = (count or 0) + sum(
             _differing(*pair)
             for pair in zip(now.to_pylist(), was.to_pylist(), strict=True)

@@ -25,7 +25,7 @@ from dataflow.records import GROUP_ID, MASK, NEW_LOGPROBS, ROLLOUT_ID, TOKENS, A
 from dataflow.rules import ends_part
 from dataflow.runtime import Context
 from dataflow.system.files import RunFolderError
-from dataflow.tokens.ragged import flat, group_slices, list_lengths
+from dataflow.tokens.ragged import flat, group_slices, list_lengths, one_chunk
 from operators.trainer import TrainerKnobs, learning_rate
 from operators.training.checkpoints.saving import CheckpointSaver
 from operators.training.learner import memory
@@ -78,9 +78,7 @@ class NewLogprobs:
         if not learner.keep_new_logprobs:
             return None
         by_rollout: dict[int, AnyArray] = {}
-        for plain in reversed(
-            learner.everywhere(rank_logprobs, is_brief=True)
-        ):  # of ranks that share a model's matrices the first one's count
+        for plain in learner.everywhere(rank_logprobs, is_brief=True):
             values = np.frombuffer(plain["values"], np.float32)
             ids = np.frombuffer(plain["rollouts"], np.int64).tolist()
             by_rollout |= zip(
@@ -88,20 +86,18 @@ class NewLogprobs:
             )
         return cls(by_rollout)
 
-    def beside(self, groups: Sequence[pa.RecordBatch]) -> list[pa.RecordBatch]:
+    def beside(self, groups: Sequence[pa.RecordBatch]) -> pa.Table:
         """Rows with the column `new_logprobs`, where they have none: by token of the rollout, 0
         where the mask is false and null where the token was not trained; null for a rollout that
         did not go through the model.
         """
-        if not groups or NEW_LOGPROBS in groups[0].schema.names:
-            return list(groups)
-        logprobs = [
-            self.rollouts.get(number)
-            for rows in groups
-            for number in rows.column(ROLLOUT_ID).to_pylist()
-        ]
-        lengths = np.concatenate([list_lengths(rows.column(TOKENS)) for rows in groups])
-        masks = np.concatenate([flat(rows.column(MASK)) for rows in groups])
+        table = pa.Table.from_batches(groups)
+        if NEW_LOGPROBS in table.column_names:
+            return table
+        logprobs = [self.rollouts.get(number) for number in table.column(ROLLOUT_ID).to_pylist()]
+        rows = table.select([TOKENS, MASK]).combine_chunks()
+        lengths = list_lengths(one_chunk(rows, TOKENS))
+        masks = flat(one_chunk(rows, MASK))
         is_null = np.array([array is None for array in logprobs], bool)
         values = np.concatenate(
             [np.zeros(0, np.float32), *(array for array in logprobs if array is not None)]
@@ -112,20 +108,19 @@ class NewLogprobs:
         )
         ends = np.r_[0, np.cumsum(np.where(is_null, 0, lengths))].astype(np.int32)
         column = pa.ListArray.from_arrays(pa.array(ends, mask=np.r_[is_null, False]), numbers)
-        schema = groups[0].schema.append(pa.field(NEW_LOGPROBS, column.type))
         firsts = np.cumsum([0, *(rows.num_rows for rows in groups)]).tolist()
-        return [
-            pa.RecordBatch.from_arrays(
-                [*rows.columns, column.slice(first, rows.num_rows)], schema=schema
-            )
-            for rows, first in zip(groups, firsts, strict=False)
+        parts = [
+            column.slice(first, rows.num_rows) for rows, first in zip(groups, firsts, strict=False)
         ]
+        return table.append_column(NEW_LOGPROBS, pa.chunked_array(parts, column.type))
 
 
 def rank_logprobs(*, learner: Learner, rank: int, ranks: int) -> dict[str, Any]:
-    """What one rank has computed, as plain values."""
+    """What one rank has computed, as plain values; nothing where the rank before it tells the
+    same.
+    """
     rollouts, lengths, values = b"", [np.zeros(0, np.int64)], b""
-    for part in learner.parts:
+    for part in () if rank % learner.together.tensor else learner.parts:
         rows = part.rows
         counts = np.r_[0, np.cumsum(~np.isnan(part.new_S))]
         is_computed_R = counts[rows.offsets[1:]] > counts[rows.offsets[:-1]]
@@ -336,6 +331,8 @@ class StepMaker:
 
     def _take_knobs(self, trainer: TrainerKnobs) -> None:
         """Let the learners of all ranks go by other knobs."""
+        if trainer is self._trainer:
+            return
         before, self._trainer = rank_knobs(self._trainer), trainer
         if (now := rank_knobs(trainer)) != before:
             self.learner.everywhere(take_knobs, **now)

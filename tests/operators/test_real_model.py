@@ -173,7 +173,7 @@ def test_the_trainer_computes_the_log_probabilities_of_transformers() -> None:
     found = NewLogprobs.of(learner)
     assert found is not None
     for records, expected in zip(groups, wanted, strict=True):
-        (values,) = found.beside([records])[0].column("new_logprobs").to_pylist()
+        (values,) = found.beside([records]).column("new_logprobs").to_pylist()
         assert np.abs(np.array(values[4:]) - expected).max() < 1e-4
 
 

@@ -14,6 +14,10 @@ from dataflow.system.messages import Message
 class Together(Protocol):
     """The ranks that train one model, as their learners see one another."""
 
+    @property
+    def tensor(self) -> int:
+        """Ranks, side by side, that compute the same rollouts."""
+
     def norm(self, gradients: Sequence[Tensor]) -> Tensor:
         """The norm of all ranks' gradients together."""
 
@@ -23,6 +27,8 @@ class Together(Protocol):
 
 class Alone:
     """A model on one rank."""
+
+    tensor = 1
 
     def norm(self, gradients: Sequence[Tensor]) -> Tensor:
         """Of its gradients."""

@@ -439,22 +439,20 @@ def addressed(shares: Sequence[Share], tensor_parallel: int) -> dict[int, Messag
 
 def handed_on(share: Share | None, mesh: TrainerMesh) -> Share:
     """The share of the first rank along "tp", on all of them; None: this is another one."""
-    group = mesh["tp"].get_group()
-    if group.size() == 1:
+    alike = mesh["tp"].get_group()
+    if alike.size() == 1:
         assert share is not None, "it has no other to take it from"
         return share
-    data = b"" if share is None else CODEC.encode(share)
-    size = torch.tensor(len(data))
-    dist.broadcast(size, group=group, group_src=0)
-    received = torch.empty(int(size), dtype=torch.uint8)
+    data = None
     if share is not None:
-        received = torch.frombuffer(bytearray(data), dtype=torch.uint8)
-    dist.broadcast(received, group=group, group_src=0)
-    if share is not None:
-        return share
-    message = CODEC.decode(received.numpy())
-    assert isinstance(message, Share), "the first hands on nothing else"
-    return message
+        data = torch.frombuffer(bytearray(CODEC.encode(share)), dtype=torch.uint8)
+    size = torch.tensor(0 if data is None else len(data))
+    dist.broadcast(size, group=alike, group_src=0)
+    data = torch.empty(int(size), dtype=torch.uint8) if data is None else data
+    dist.broadcast(data, group=alike, group_src=0)
+    received = share or CODEC.decode(data.numpy())
+    assert isinstance(received, Share), "the first hands on nothing else"
+    return received
 
 
 def in_order(counts: Sequence[int]) -> list[AnyArray]:

@@ -16,8 +16,13 @@ from trainer_rig import (
 )
 
 from operators.training.learner.learner import Learner
+from operators.training.learner.together import Alone
 from operators.training.retrain import other_logprobs
-from operators.training.steps import NewLogprobs
+from operators.training.steps import NewLogprobs, rank_logprobs
+
+
+class TwoAlike(Alone):
+    tensor = 2
 
 
 def trained(learner: Learner, *groups: pa.RecordBatch) -> NewLogprobs:
@@ -41,7 +46,7 @@ def test_each_trained_token_has_the_log_probability_that_it_had_before_the_updat
     columns = [
         value
         for records in groups
-        for value in found.beside([records])[0].column("new_logprobs").to_pylist()
+        for value in found.beside([records]).column("new_logprobs").to_pylist()
     ]
     for row, values, expected in zip(rows, columns, wanted, strict=True):
         assert len(values) == len(row["tokens"])
@@ -76,17 +81,26 @@ def test_what_did_not_go_through_the_model_has_none() -> None:
         for row in group(2, advantages=[1.0, -1.0, 0.5]).to_pylist()
     ]
     whole = pa.RecordBatch.from_pylist(first, schema=mixed.schema)
-    assert trained(learner, still).beside([still])[0].column("new_logprobs").null_count == 3, (
+    assert trained(learner, still).beside([still]).column("new_logprobs").null_count == 3, (
         "nothing was computed at all"
     )
     found = trained(learner, still, mixed, whole)
-    assert found.beside([still])[0].column("new_logprobs").null_count == 3
-    column = found.beside([mixed])[0].column("new_logprobs").to_pylist()
+    assert found.beside([still]).column("new_logprobs").null_count == 3
+    column = found.beside([mixed]).column("new_logprobs").to_pylist()
     assert [value is None for value in column] == [False, True, False]
-    for values in found.beside([whole])[0].column("new_logprobs").to_pylist():
+    for values in found.beside([whole]).column("new_logprobs").to_pylist():
         assert values[0] is None and None not in values[1:], "nothing stands before the first token"
-    given = found.beside([mixed])[0]
-    assert found.beside([given]) == [given], "a column that rows have stays"
+    (given,) = found.beside([mixed]).to_batches()
+    assert found.beside([given]).to_batches() == [given], "a column that rows have stays"
+
+
+def test_of_ranks_that_compute_the_same_one_tells_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    learner = tiny_learner(tiny_trainer())
+    trained(learner, group(0, advantages=[1.0, -1.0, 0.5]))
+    monkeypatch.setattr(learner, "together", TwoAlike())
+    told = [rank_logprobs(learner=learner, rank=rank, ranks=4) for rank in range(4)]
+    assert [len(plain["rollouts"]) // 8 for plain in told] == [3, 0, 3, 0]
+    assert [len(plain["values"]) > 0 for plain in told] == [True, False, True, False]
 
 
 def test_the_file_of_a_step_has_them_and_its_ratios_are_the_step_s(tmp_path: Path) -> None:
@@ -113,7 +127,7 @@ def test_a_trainer_that_does_not_keep_them_writes_rows_as_they_came(tmp_path: Pa
 def test_tokens_that_come_out_otherwise_are_counted() -> None:
     groups = [group(number, size=3, advantages=[1.0, -1.0, 0.5]) for number in range(2)]
     found = trained(tiny_learner(tiny_trainer()), *groups)
-    kept = found.beside(groups)
+    kept = found.beside(groups).to_batches()
     assert other_logprobs(found, kept) == 0
     again = trained(tiny_learner(tiny_trainer(), tiny_llama(seed=1)), *groups)
     assert other_logprobs(again, kept) == sum(

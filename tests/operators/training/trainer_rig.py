@@ -206,7 +206,8 @@ class FakeRollouts:
     def flush(self, steps: Iterable[int]) -> None:
         self.folder.events.append(("flush rollouts", *steps))
 
-    def write(self, step: int, batches: list[pa.RecordBatch]) -> None:
+    def write(self, step: int, rows: pa.Table | list[pa.RecordBatch]) -> None:
+        batches = rows.to_batches() if isinstance(rows, pa.Table) else rows
         self.folder.rollouts[step] = [batch.column("group_id")[0].as_py() for batch in batches]
         self.folder.files[step] = pa.Table.from_batches(batches)
         self.folder.events.append(("rollouts", step))
