@@ -42,6 +42,7 @@ from dataflow.planning.memory_need import (
     by_way,
     check_fit,
     first_way,
+    inputs_bytes,
     need_of,
     rollouts_of,
 )
@@ -413,6 +414,7 @@ def plan(
         aside = [
             *_asleep(graph, placements, turns, sizes),
             *_arriving(graph, placements, sizes),
+            *_inputs(graph, placements, sizes),
         ]
         check_fit([*_needs(placements, turns), *aside], devices.room)
         return placements
@@ -572,6 +574,26 @@ def _arriving(
                 for replica in range(placement.replicas)
             ]
     return arriving
+
+
+def _inputs(
+    graph: Structure, placements: Mapping[str, Placement], sizes: Mapping[str, ModelSize]
+) -> list[tuple[str, Spot, Need]]:
+    """The main memory in which trainers' ranks keep what goes into layers, by host."""
+    away = []
+    for name, placement in placements.items():
+        operator = by_way(graph.operators[name], placement.chosen)
+        size = sizes.get(operator.uses.source) if operator.uses else None
+        if placement.gpus and (nbytes := inputs_bytes(graph, operator, size)):
+            away += [
+                (
+                    f"{placement.worker}-0.{rank}",
+                    (placement.host(0, rank), "cpu"),
+                    Need({"inputs of layers": nbytes}),
+                )
+                for rank in range(placement.ranks)
+            ]
+    return away
 
 
 def _check_scale(graph: Structure, plan: Plan, one_process: bool) -> None:

@@ -41,8 +41,8 @@ def deals_out(heads: int, kv_heads: int, ranks: int) -> bool:
 
 def learners(trainer: Learn, hosts: Sequence[Host]) -> list[dict[str, Any]]:
     """Knobs of a trainer that may differ from what it declares: ranks that share out its heads and
-    stand on one host, copies of the model, a power of two; the declared ones first, then those that
-    cut and copy least.
+    stand on one host, copies of the model, a power of two, and moments of half the bytes, which no
+    step is faster by; the declared ones first, then those that cut and copy least.
     """
     fields = {field.name for field in dataclasses.fields(trainer)}
     if trainer.uses is None or not {"tensor_parallel", "dp_replicate"} <= fields:
@@ -62,7 +62,7 @@ def learners(trainer: Learn, hosts: Sequence[Host]) -> list[dict[str, Any]]:
         for count in copies
         if width * count <= gpus
     ]
-    return [
+    splits = [
         {},
         *(
             {knob: size for knob, size in way.items() if size != declared[knob]}
@@ -70,6 +70,9 @@ def learners(trainer: Learn, hosts: Sequence[Host]) -> list[dict[str, Any]]:
             if way != declared
         ),
     ]
+    if "moments" not in fields or trainer.traits.training.moment_bytes < 4:
+        return splits
+    return [*splits, *({**way, "moments": "bfloat16"} for way in splits)]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -34,12 +34,25 @@ def check(case: Case, folder: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("ranks", "micro_batches", "checkpointed"), [(1, 1, True), (2, 1, False), (8, 2, True)]
+    ("ranks", "micro_batches", "checkpointed", "knobs"),
+    [
+        (1, 1, True, {}),
+        (2, 1, False, {}),
+        (8, 2, True, {}),
+        (8, 2, "products", {}),
+        (2, 2, "offload", {"moments": "bfloat16"}),
+    ],
 )
 def test_a_plan_counts_what_a_rank_takes(
-    ranks: int, micro_batches: int, checkpointed: bool, tmp_path: Path
+    ranks: int, micro_batches: int, checkpointed: bool | str, knobs: dict[str, str], tmp_path: Path
 ) -> None:
-    case = Case(model="middle", ranks=ranks, micro_batches=micro_batches, checkpointed=checkpointed)
+    case = Case(
+        model="middle",
+        ranks=ranks,
+        micro_batches=micro_batches,
+        checkpointed=checkpointed,
+        knobs=tuple(knobs.items()),
+    )
     check(case, write(MIDDLE, tmp_path))
 
 

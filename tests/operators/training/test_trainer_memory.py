@@ -9,12 +9,14 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 from trainer_rig import gradient, group, rows_of, tiny_learner, tiny_llama, tiny_trainer
 
 from dataflow.model import LoRA, Model
 from operators.losses import aipo
 from operators.models.folders import ModelError
 from operators.trainer import Trainer
+from operators.training.learner import memory
 from operators.training.learner.build import make_learner, state_tensors
 from operators.training.learner.cpu import multiplies_bfloat16
 from operators.training.learner.memory import (
@@ -45,9 +47,9 @@ def saved_bytes() -> Iterator[list[int]]:
         yield found
 
 
-def learner_with(packed: bool = True, module: Any = None, **switches: bool) -> Any:
+def learner_with(packed: bool = True, module: Any = None, **switches: bool | str) -> Any:
     learner = tiny_learner(tiny_trainer(), module, packed=packed)
-    knobs = {"gradient_checkpointing": False, "compile": False} | switches
+    knobs: dict[str, Any] = {"gradient_checkpointing": False, "compile": False} | switches
     prepare(learner.forward.module, **knobs)
     return learner
 
@@ -56,9 +58,12 @@ def learner_with(packed: bool = True, module: Any = None, **switches: bool) -> A
 
 
 @pytest.mark.parametrize("packed", [True, False])
-def test_recomputed_activations_give_the_same_loss_and_gradient(packed: bool) -> None:
+@pytest.mark.parametrize("how", [True, "products", "offload"])
+def test_recomputed_activations_give_the_same_loss_and_gradient(
+    packed: bool, how: bool | str
+) -> None:
     plain = gradient(learner_with(packed), rows_of(*ROWS))
-    again = gradient(learner_with(packed, gradient_checkpointing=True), rows_of(*ROWS))
+    again = gradient(learner_with(packed, gradient_checkpointing=how), rows_of(*ROWS))
     assert plain[0] == again[0] and plain[1].norm() > 0
     torch.testing.assert_close(again[1], plain[1], rtol=1e-6, atol=1e-9)
 
@@ -69,6 +74,42 @@ def test_recomputed_activations_are_not_kept(saved_bytes: list[int]) -> None:
     saved_bytes.clear()
     gradient(learner_with(gradient_checkpointing=True), rows_of(*ROWS))
     assert 0 < sum(saved_bytes) < everything / 3
+
+
+class Products(TorchDispatchMode):
+    """Counts products of matrices."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += func in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
+        return func(*args, **(kwargs or {}))
+
+
+def test_products_that_are_kept_are_not_computed_again() -> None:
+    counts = {}
+    for how in (False, "products", True):
+        with Products() as products:
+            gradient(learner_with(gradient_checkpointing=how), rows_of(*ROWS))
+        counts[how] = products.count
+    assert 0 < counts[False] == counts["products"] < counts[True]
+
+
+def test_what_goes_into_layers_waits_in_main_memory(
+    monkeypatch: pytest.MonkeyPatch, saved_bytes: list[int]
+) -> None:
+    gradient(learner_with(gradient_checkpointing=True), rows_of(*ROWS))
+    kept, away = sum(saved_bytes), list[int]()
+    copy = memory.host_copy
+    monkeypatch.setattr(memory, "host_copy", lambda one: (away.append(one.nbytes), copy(one))[1])
+    saved_bytes.clear()
+    learner = learner_with(gradient_checkpointing="offload")
+    gradient(learner, rows_of(*ROWS))
+    assert away and sum(saved_bytes) + sum(away) == kept
+    width = learner.forward.module.config.hidden_size
+    assert all(nbytes % (4 * width) == 0 for nbytes in away)
 
 
 def test_adapters_get_the_same_gradient_from_recomputed_activations(tmp_path: Path) -> None:
