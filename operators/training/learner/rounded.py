@@ -56,11 +56,12 @@ class RoundedAdamW(torch.optim.Optimizer):
         tensors = [weight, weight.grad, state["exp_avg"], state["exp_avg_sq"]]
         flat = [local(tensor.detach()).view(-1) for tensor in tensors]
         for first, (value, gradient, *kept) in _parts(flat):
-            moments = [moment.float() for moment in kept]
+            first_moment, second_moment = (moment.float() for moment in kept)
             torch._fused_adamw_(
                 [value],
                 [gradient],
-                *([moment] for moment in moments),
+                [first_moment],
+                [second_moment],
                 [],
                 [state["step"]],
                 lr=group["lr"],
@@ -72,8 +73,8 @@ class RoundedAdamW(torch.optim.Optimizer):
                 maximize=False,
                 grad_scale=self.grad_scale,
             )
-            for number, (moment, into) in enumerate(zip(moments, kept, strict=True)):
-                into.copy_(rounded(moment, 2 * state["step"] + number, first))
+            kept[0].copy_(rounded(first_moment, 2 * state["step"], first))
+            kept[1].copy_(rounded(second_moment, 2 * state["step"] + 1, first))
 
 
 def _parts(flat: list[Tensor]) -> Iterator[tuple[int, list[Tensor]]]:
