@@ -164,6 +164,12 @@ class TrainingTraits:
     """Whether groups are computed before the others of their step are there."""
     gradient_checkpointing: bool = False
     """Whether the backward pass computes anew what the layers made."""
+    keeps_products: bool = False
+    """Whether it computes anew all but matrix products and attention."""
+    inputs_in_host: bool = False
+    """Whether what goes into layers waits for the backward pass in main memory."""
+    moment_bytes: int = 4
+    """Of a number in either of its moments."""
     compiled: bool = False
     """Whether its layers are compiled."""
     offloads: bool = False

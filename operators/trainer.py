@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, ClassVar, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
 import numpy as np
 
@@ -67,9 +67,12 @@ WAYS: Sequence[Mapping[str, Any]] = [
     for recomputes, tokens in (
         (False, 8192),
         (False, 4096),
+        ("products", 8192),
         (True, 8192),
         (True, 4096),
         (True, 2048),
+        ("offload", 8192),
+        ("offload", 2048),
     )
 ]
 """What a plan chooses from, the fastest first."""
@@ -131,9 +134,14 @@ class TrainerKnobs(Learn):
     """Replicas of the model: each shards it over its own ranks alone, and what crosses from one to
     another is the sum of their gradients (HSDP). Times `tensor_parallel` it divides the trainer's
     ranks."""
-    gradient_checkpointing: bool | None = None
-    """Keep no activations within a layer: compute them again in the backward pass. None: where
-    nothing else fits on accelerators, as the plan finds."""
+    gradient_checkpointing: bool | Literal["products", "offload"] | None = None
+    """Keep no activations within a layer: compute them again in the backward pass. "products":
+    all but what matrices and attention give, as a compiled layer does by itself. "offload": keep
+    what goes into layers in main memory. None: where nothing else fits on accelerators, as the plan
+    finds."""
+    moments: Literal["float32", "bfloat16"] = "float32"
+    """Type in which AdamW's moments are kept between steps; bfloat16 halves them and changes what
+    is learned by their rounding, which is by chance and right in the mean."""
     compile: bool | None = None
     """Run the layers through torch.compile. None: on accelerators, where no rank shares a layer."""
     offload: bool = False
@@ -180,7 +188,10 @@ class TrainerKnobs(Learn):
             capacity=CapacityTraits(queue_prompts=self.queue_prompts),
             training=TrainingTraits(
                 micro_batch_tokens=self.micro_batch_tokens or WITHOUT_PLAN["micro_batch_tokens"],
-                gradient_checkpointing=bool(self.gradient_checkpointing),
+                gradient_checkpointing=self.gradient_checkpointing in (True, "offload"),
+                keeps_products=self.gradient_checkpointing == "products",
+                inputs_in_host=self.gradient_checkpointing == "offload",
+                moment_bytes=2 if self.moments == "bfloat16" else 4,
                 compiled=bool(self.compile),
                 offloads=self.offload,
                 copies_weights=self.offload or self.copy_weights,
@@ -195,13 +206,15 @@ class TrainerKnobs(Learn):
     def _ways(self) -> tuple[Mapping[str, Any], ...]:
         """See `Traits.ways`: fewer tokens at once before layers are computed again."""
         wished = {knob: getattr(self, knob) for knob in WITHOUT_PLAN}
+        compiles = self.tensor_parallel == 1 if self.compile is None else self.compile
         ways = [
             {
                 knob: value
-                for knob, value in (("compile", self.tensor_parallel == 1), *way.items())
+                for knob, value in (("compile", compiles), *way.items())
                 if wished[knob] is None
             }
             for way in WAYS
+            if not (compiles and way["gradient_checkpointing"] == "products")
         ]
         return tuple(way for at, way in enumerate(ways) if way and way not in ways[:at])
 
@@ -297,6 +310,21 @@ class TrainerKnobs(Learn):
                     f"'{self.name}' has {knob}={value!r}; give a number above"
                     f" 0{' or 0' * zero_is_fine}"
                 )
+        if self.gradient_checkpointing not in (None, False, True, "products", "offload"):
+            faults.append(
+                f"'{self.name}' got gradient_checkpointing={self.gradient_checkpointing!r}, which"
+                ' is not known; use True, "products", "offload" or False'
+            )
+        if self.gradient_checkpointing == "products" and self.compile:
+            faults.append(
+                f"'{self.name}' got gradient_checkpointing='products' and compile=True, whose"
+                " layers keep products alone by themselves; leave one of them out"
+            )
+        if self.moments not in ("float32", "bfloat16"):
+            faults.append(
+                f"'{self.name}' got moments={self.moments!r}, which it cannot keep; use"
+                ' "float32" or "bfloat16"'
+            )
         for knob in ("max_grad_norm", "recover_within_s"):
             value = getattr(self, knob)
             if not (is_number(value) and value > 0):

@@ -2,12 +2,15 @@
 reach each other, and how long an exchange and a step take. Every line names its source.
 
 plan: the product's, as `--gpus auto` has it. tracker: the code of a rank on fake tensors, as rank 0
-of a fake process group (`bench.memory.tracked`). arithmetic: bytes over rates of data sheets, or a
+of a fake process group (`bench.memory.tracked`), at two depths of the model, all of whose layers
+are alike; what it holds of the others follows (`bench.memory.planned` has whole models, in minutes
+to an hour). arithmetic: bytes over rates of data sheets, or a
 count. foresight: a run of the graph by the clock, at assumed rates.
 """
 
 from __future__ import annotations
 
+import contextlib
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
@@ -41,6 +44,8 @@ from transport.weights.costs.on_paper import OnPaper, RankGrid, on_paper
 GROUP, TOKENS, PROMPT, STALENESS = 8, 2048, 200, 4
 """Rollouts of a prompt, most tokens of each, those of a prompt, versions behind."""
 PLAN, TRACKER = "plan", "tracker"
+DEPTHS = 4, 8
+"""Layers of the models that a trainer is tracked with."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -140,12 +145,11 @@ Line = tuple[str, str, str]
 
 
 def lines(made: Chosen) -> Iterator[Line]:
-    """All that is known of it, the quick first."""
+    """All that is known of it, what takes long last."""
     best = made.result.ways[0]
     yield "asked", best.flags, f"{PLAN}: {made.result.tried} ways looked at"
     for name in ("generator", "trainer"):
         yield from _of_node(made, made.plan.placements[name])
-    yield from _memory(made)
     yield from _exchange(made)
     step = best.foreseen
     yield (
@@ -154,6 +158,7 @@ def lines(made: Chosen) -> Iterator[Line]:
         f" '{step.bottleneck.node}' is busy longest, efficiency {step.efficiency:.2f}",
         "foresight",
     )
+    yield from _memory(made)
 
 
 def _of_node(made: Chosen, placement: Placement) -> Iterator[Line]:
@@ -175,17 +180,30 @@ def _memory(made: Chosen) -> Iterator[Line]:
 
 
 def _tracked_passes(made: Chosen) -> Iterator[Line]:
+    """Of two layers, whose memory is free again after each."""
     placement, generator = made.plan.placements["generator"], made.generator
     began = time.monotonic()
-    budget = tracked_budget(generator, 1 << 40, placement.ranks)
+    with _shallow(made, 2) as model:
+        budget = tracked_budget(replace(generator, model=model), 1 << 40, placement.ranks)
     need = need_of(made.graph, generator, made.size, placement.ranks, on_gpu=True)
     assert need is not None, "the config tells the size"
     drawn = generator.slots * (made.size.largest_end // made.size.width) * 12
-    for what, nbytes, part in (
-        ("forward pass of generator", budget.passes, "a forward pass"),
-        ("captured steps of generator", budget.graphs, "captured steps"),
-    ):
-        yield what, _compared(need.parts[part], nbytes + drawn), _since(began)
+    yield (
+        "passes of generator",
+        _compared(
+            need.parts["a forward pass"] + need.parts["captured steps"],
+            budget.passes + budget.graphs + 2 * drawn,
+        ),
+        _since(began),
+    )
+
+
+@contextlib.contextmanager
+def _shallow(made: Chosen, layers: int) -> Iterator[Model]:
+    """The model with so many layers."""
+    with tempfile.TemporaryDirectory() as folder:
+        write({**CONFIGS[made.target.model], "num_hidden_layers": layers}, Path(folder))
+        yield replace(made.generator.model, source=folder)
 
 
 def _tracked_trainer(made: Chosen) -> Iterator[Line]:
@@ -193,11 +211,17 @@ def _tracked_trainer(made: Chosen) -> Iterator[Line]:
     began = time.monotonic()
     tokens = trainer.traits.training.micro_batch_tokens
     load = Load(rollouts=max(2, 2 * tokens // TOKENS), tokens=min(TOKENS, tokens))
-    held = tracked(trainer, placement.ranks, load)
+    held = []
+    for layers in DEPTHS:
+        with _shallow(made, layers) as model:
+            held.append(tracked(replace(trainer, model=model), placement.ranks, load))
+    few, more = held
+    each = (more.most - few.most) // (DEPTHS[1] - DEPTHS[0])
+    most = more.most + (made.size.layers - DEPTHS[1]) * each
     need = need_of(made.graph, trainer, made.size, placement.ranks, on_gpu=True)
     assert need is not None, "the config tells the size"
-    yield "rank of trainer, not compiled", _compared(_counted(need), held.most), _since(began)
-    yield "communicators", _communicators(made.plan, held), "a count of process groups; plan"
+    yield "rank of trainer, not compiled", _compared(_counted(need), most), _since(began)
+    yield "communicators", _communicators(made.plan, more), "a count of process groups; plan"
 
 
 def _counted(need: Need) -> int:

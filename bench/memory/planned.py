@@ -104,7 +104,7 @@ class Case:
 
     model: str
     ranks: int
-    checkpointed: bool = False
+    checkpointed: bool | str = False
     micro_batches: int = 2
     knobs: tuple[tuple[str, Any], ...] = ()
 

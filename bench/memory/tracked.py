@@ -41,7 +41,7 @@ from operators.engine.pages import AHEAD
 from operators.engine.parallel.shards import AXES, distribute
 from operators.models.loading import on_meta
 from operators.models.slices import given_memory
-from operators.training.learner import head, packed_attention
+from operators.training.learner import head, memory, packed_attention
 from operators.training.learner.build import forward_of, learner_of
 from operators.training.learner.copies import ComputeCopies
 from operators.training.learner.learner import Learner
@@ -278,6 +278,10 @@ def _as_on_a_gpu(storages: Storages) -> Iterator[None]:
 
         return made
 
+    def uncounted_copy(tensor: torch.Tensor) -> torch.Tensor:
+        with storages.paused():
+            return tensor.clone()
+
     def without_gradients(learner: Learner) -> None:
         for weight in learner.parameters.values():
             weight.grad = None
@@ -297,6 +301,7 @@ def _as_on_a_gpu(storages: Storages) -> Iterator[None]:
         mock.patch.object(head, "CPU_SLICE", head.GPU_SLICE),
         mock.patch.object(head, "multiplies_bfloat16", lambda: False),
         mock.patch.object(shard, "adds_up_in_float32", lambda module: None),
+        mock.patch.object(memory, "host_copy", uncounted_copy),
         mock.patch.object(shard, "exchange_directly", lambda layer, buffer: None),
         mock.patch.object(shard, "map_large_blocks", lambda: None),
         mock.patch.object(Learner, "_no_gradients", without_gradients),

@@ -36,6 +36,10 @@ class Passes:
     """Of adapters."""
     compiled: bool = False
     checkpointed: bool = False
+    keeps_products: bool = False
+    """Whether all but products and attention is computed again."""
+    inputs_away: bool = False
+    """Whether layers' inputs are in main memory until their backward passes."""
     shares: int = 1
     """Ranks that share out each layer."""
     gathers: bool = False
@@ -60,6 +64,13 @@ class Passes:
         )
 
     @property
+    def of_products(self) -> int:
+        """Bytes of a token that one layer keeps which keeps its input, products and attention."""
+        size, nbytes = self.size, 4 if self.wide else 2
+        inside = 2 * size.query_width + 2 * size.key_width + 2 * size.inner
+        return 3 * nbytes * size.width + nbytes * inside // self.shares
+
+    @property
     def _around_products(self) -> int:
         """Bytes in widths of the model: of two norms, and inputs of products where each has a copy
         of its own.
@@ -80,8 +91,12 @@ class Passes:
         """
         size = self.size
         ends = self._head(tokens)
-        if self.checkpointed:
-            kept = self.of_input * size.width * size.layers * tokens
+        if self.keeps_products:
+            kept = self.of_products * size.layers * tokens
+            again = self.of_layer * tokens
+        elif self.checkpointed:
+            layers = 2 if self.inputs_away else size.layers  # one that goes, or comes back
+            kept = self.of_input * size.width * layers * tokens
             again = self.of_layer * tokens
         else:
             kept, again = self.of_layer * size.layers * tokens, 0
@@ -193,6 +208,8 @@ def need_of(
     if size is None or model is None:
         return None
     parts = size.parts(model.dtype, operator.trains, model.lora, operator.quantized)
+    if operator.trains:
+        parts["optimiser"] = parts["optimiser"] * operator.traits.training.moment_bytes // 4
     if refreshes := refreshes_of(graph, operator.name):
         parts["refreshed"] = sum(
             size.kept_bytes(model.dtype, refresh, model.lora) for refresh in refreshes
@@ -249,6 +266,14 @@ def arriving_bytes(operator: Operator, size: ModelSize | None) -> int:
     if size is None or model is None or not operator.traits.arrives_in_host:
         return 0
     return size.sent_bytes(model.dtype, model.lora, 1, operator.quantized)
+
+
+def inputs_bytes(graph: Structure, operator: Operator, size: ModelSize | None) -> int:
+    """Bytes of main memory in which a trainer's rank keeps what goes into layers."""
+    if size is None or operator.uses is None or not operator.traits.training.inputs_in_host:
+        return 0
+    tokens, _ = _micro_batch(graph, operator)
+    return bytes_of(operator.uses.dtype) * size.width * size.layers * tokens
 
 
 def _version(
@@ -393,6 +418,8 @@ def _with_passes(
         compiled=traits.training.compiled,
         on_gpu=on_gpu,
         checkpointed=traits.training.gradient_checkpointing,
+        keeps_products=traits.training.keeps_products and not traits.training.compiled,
+        inputs_away=traits.training.inputs_in_host,
         shares=traits.split.tensor_parallel,
         gathers=gathers,
     )

@@ -35,10 +35,9 @@ from dataflow.planning.gpu_groups import (
 from dataflow.planning.gpu_groups import explain as explain_turns
 from dataflow.planning.hosts import Devices, named
 from dataflow.planning.inputs import Place, digest, read_place
+from dataflow.planning.main_memory import main_memory_needs
 from dataflow.planning.memory_need import (
     SPARE,
-    arriving_bytes,
-    asleep_bytes,
     by_way,
     check_fit,
     first_way,
@@ -410,10 +409,7 @@ def plan(
         parts = _parts(graph, counts, replicas, ranks, sizes, one_process, turns, room, chosen)
         placements = placed(graph, parts, devices, turns, read_place(place, devices), neighbours)
         check_ports(placements)
-        aside = [
-            *_asleep(graph, placements, turns, sizes),
-            *_arriving(graph, placements, sizes),
-        ]
+        aside = main_memory_needs(graph, placements, turns, sizes)
         check_fit([*_needs(placements, turns), *aside], devices.room)
         return placements
 
@@ -533,45 +529,6 @@ def _needs(
             for rank in range(placement.ranks)
         ],
     )
-
-
-def _asleep(
-    graph: Structure,
-    placements: Mapping[str, Placement],
-    turns: Sequence[Group],
-    sizes: Mapping[str, ModelSize],
-) -> list[tuple[str, Spot, Need]]:
-    """The main memory that nodes which take turns on accelerators use while asleep, by host."""
-    asleep = []
-    for name in (name for group in turns for name in group if placements[name].gpus):
-        operator, placement = graph.operators[name], placements[name]
-        size = sizes.get(operator.uses.source) if operator.uses else None
-        if nbytes := asleep_bytes(graph, operator, size, placement.ranks):
-            asleep.append(
-                (name, (placement.host(0), "cpu"), Need({"while others have their turn": nbytes}))
-            )
-    return asleep
-
-
-def _arriving(
-    graph: Structure, placements: Mapping[str, Placement], sizes: Mapping[str, ModelSize]
-) -> list[tuple[str, Spot, Need]]:
-    """The main memory in which replicas receive versions, by host."""
-    arriving = []
-    for feedback in graph.feedbacks:
-        placement = placements[feedback.reader.name]
-        operator = by_way(feedback.reader, placement.chosen)
-        size = sizes.get(operator.uses.source) if operator.uses else None
-        if placement.gpus and (nbytes := arriving_bytes(operator, size)):
-            arriving += [
-                (
-                    f"{placement.worker}-{replica}",
-                    (placement.host(replica), "cpu"),
-                    Need({"a version that arrives": nbytes}),
-                )
-                for replica in range(placement.replicas)
-            ]
-    return arriving
 
 
 def _check_scale(graph: Structure, plan: Plan, one_process: bool) -> None:

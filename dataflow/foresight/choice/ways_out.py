@@ -128,6 +128,9 @@ def changes(graph: Graph) -> Iterator[Remedy]:
     for trainer in trainers:
         if not trainer.traits.training.offloads:
             yield from _knob(trainer, "offload", True)
+    for trainer in trainers:
+        if trainer.traits.training.moment_bytes == 4 and trainer.uses and not trainer.uses.lora:
+            yield from _knob(trainer, "moments", "bfloat16")
     for generator in generators:
         shorter = longest + _LEAST_TOKENS
         if (

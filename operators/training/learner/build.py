@@ -18,6 +18,7 @@ from operators.training.learner.cpu import DirectGradients, multiplies_bfloat16
 from operators.training.learner.learner import Forward, Learner
 from operators.training.learner.memory import OffloadedLearner, prepare
 from operators.training.learner.policy import Critic, Policy
+from operators.training.learner.rounded import RoundedAdamW
 
 MOMENTS = ("exp_avg", "exp_avg_sq", "step")
 
@@ -29,7 +30,8 @@ def adamw(
     betas: tuple[float, float],
     eps: float,
     weight_decay: float,
-) -> torch.optim.AdamW:
+    moments: torch.dtype = torch.float32,
+) -> torch.optim.Optimizer:
     """AdamW in its fused form; weight decay is kept from vectors (norms, biases)."""
     trained = [weight for weight in parameters.values() if weight.requires_grad]
     groups: list[dict[str, Any]] = [
@@ -39,9 +41,10 @@ def adamw(
         },
         {"params": [weight for weight in trained if weight.ndim < 2], "weight_decay": 0.0},
     ]
-    return torch.optim.AdamW(
-        [g for g in groups if g["params"]], lr=lr, betas=betas, eps=eps, fused=True
-    )
+    groups = [group for group in groups if group["params"]]
+    if moments != torch.float32:
+        return RoundedAdamW(groups, lr=lr, betas=betas, eps=eps, moments=moments)
+    return torch.optim.AdamW(groups, lr=lr, betas=betas, eps=eps, fused=True)
 
 
 def state_tensors(
@@ -62,8 +65,9 @@ def fresh_state(
     for weight in parameters.values():
         if weight.requires_grad:
             step = torch.zeros((), dtype=torch.float32, device=weight.device)
-            moments = torch.zeros_like(weight), torch.zeros_like(weight), step
-            optimizer.state[weight] = dict(zip(MOMENTS, moments, strict=True))
+            dtype = optimizer.defaults.get("moments", weight.dtype)
+            moments = [torch.zeros_like(weight, dtype=dtype) for _ in MOMENTS[:2]]
+            optimizer.state[weight] = dict(zip(MOMENTS, [*moments, step], strict=True))
     return state_tensors(optimizer, parameters)
 
 
@@ -128,7 +132,7 @@ def learner_of(
     training = trainer.traits.training
     prepare(
         forward.module,
-        gradient_checkpointing=training.gradient_checkpointing,
+        gradient_checkpointing=trainer.gradient_checkpointing or False,
         compile=training.compiled,
     )
     learner = Learner(
@@ -139,6 +143,7 @@ def learner_of(
             betas=trainer.betas,
             eps=trainer.eps,
             weight_decay=trainer.weight_decay,
+            moments=getattr(torch, trainer.moments),
         ),
         loss=trainer.loss_function,
         node=node,

@@ -7,6 +7,7 @@ from a trainer that was started again, also between two versions.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
@@ -14,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from dataflow.weight_ends import Refresh, WeightsOut
 from operators.models.folders import ModelError
@@ -138,9 +139,9 @@ def _copied(tensors: Mapping[str, Tensor], dtype: torch.dtype) -> dict[str, Tens
     return {name: tensor.detach().to(dtype, copy=True) for name, tensor in tensors.items()}
 
 
-def prepare(module: Any, *, gradient_checkpointing: bool, compile: bool) -> None:
+def prepare(module: Any, *, gradient_checkpointing: bool | str, compile: bool) -> None:
     """Switch the layers of a loaded module, in place; after its attention was chosen. Names and
-    hooks stay.
+    hooks stay. gradient_checkpointing: as a trainer's knob.
 
     Raises:
         ModelError: the module has no layers of transformers' kind, or nothing compiles here.
@@ -148,18 +149,22 @@ def prepare(module: Any, *, gradient_checkpointing: bool, compile: bool) -> None
     if compile:
         compile_layers(module)
     if gradient_checkpointing:
-        recompute_activations(module)
+        recompute_activations(module, gradient_checkpointing)
 
 
-def recompute_activations(module: Any) -> None:
+def recompute_activations(module: Any, how: bool | str = True) -> None:
     """Keep of each layer only what goes into it, and compute the rest again in the backward pass
-    (arXiv 1604.06174).
+    (arXiv 1604.06174). how: "products", keep also what matrices and attention give (arXiv
+    2205.05198); "offload", keep what goes in in main memory.
 
     transformers' own switch works in training mode alone; a trainer's module is in eval mode, where
     there is no noise that would have to be repeated.
     """
-    for layer in decoder_layers(module):
-        layer.forward = _recomputed(layer.forward)
+    layers = decoder_layers(module)
+    contexts = {"context_fn": _products} if how == "products" else {}
+    host = HostCopies(next(module.parameters()).device) if how == "offload" else None
+    for layer in layers:
+        layer.forward = _recomputed(layer.forward, contexts, host)
 
 
 def compile_layers(module: Any) -> None:
@@ -192,16 +197,80 @@ def _probe(values: Tensor) -> Tensor:
     return (values + 1).sum()
 
 
-def _recomputed(forward: Callable[..., Any]) -> Callable[..., Any]:
+def _recomputed(
+    forward: Callable[..., Any], contexts: Mapping[str, Any], host: HostCopies | None
+) -> Callable[..., Any]:
     @functools.wraps(forward)
     def call(*arguments: Any, **named: Any) -> Any:
         if not torch.is_grad_enabled():
             return forward(*arguments, **named)
-        return checkpoint(
-            forward, *arguments, use_reentrant=False, preserve_rng_state=False, **named
-        )
+        with host.kept() if host is not None else contextlib.nullcontext():
+            return checkpoint(
+                forward,
+                *arguments,
+                use_reentrant=False,
+                preserve_rng_state=False,
+                **contexts,
+                **named,
+            )
 
     return call
+
+
+aten = torch.ops.aten
+_PRODUCTS = [
+    aten.mm.default,
+    aten.addmm.default,
+    aten.bmm.default,
+    aten._grouped_mm.default,
+    aten._scaled_dot_product_flash_attention.default,
+    aten._scaled_dot_product_flash_attention_for_cpu.default,
+    aten._scaled_dot_product_efficient_attention.default,
+    aten._scaled_dot_product_cudnn_attention.default,
+]
+
+
+def _products() -> Any:
+    return create_selective_checkpoint_contexts(_PRODUCTS)
+
+
+class HostCopies:
+    """What autograd keeps, in main memory until its backward pass; a GPU copies it on a stream of
+    its own.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._stream: Any = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
+
+    def kept(self) -> Any:
+        """What is kept by code inside, but for what checkpoints within it keep by themselves."""
+        return torch.autograd.graph.saved_tensors_hooks(self._away, self._back)
+
+    def _away(self, tensor: Tensor) -> Tensor:
+        if self._stream is None:
+            return host_copy(tensor)
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(self._stream):
+            copy = torch.empty_like(tensor, device="cpu", pin_memory=True)
+            copy.copy_(tensor, non_blocking=True)
+        tensor.record_stream(self._stream)
+        return copy
+
+    def _back(self, copy: Tensor) -> Tensor:
+        if self._stream is None:
+            return copy.clone()
+        with torch.cuda.stream(self._stream):
+            tensor = copy.to(self._device, non_blocking=True)
+        current = torch.cuda.current_stream(self._device)
+        current.wait_stream(self._stream)
+        tensor.record_stream(current)
+        return tensor
+
+
+def host_copy(tensor: Tensor) -> Tensor:
+    """Of what lies in main memory."""
+    return tensor.clone()
 
 
 class OffloadedLearner:

@@ -34,24 +34,26 @@ def check(case: Case, folder: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("ranks", "tensor_parallel", "micro_batches", "checkpointed"),
+    ("ranks", "micro_batches", "checkpointed", "knobs"),
     [
-        (1, 1, 1, True),
-        (2, 1, 1, False),
-        (8, 1, 2, True),
-        (4, 2, 2, False),
-        pytest.param(8, 4, 2, True, marks=pytest.mark.slow),
+        (1, 1, True, {}),
+        (2, 1, False, {}),
+        (8, 2, True, {}),
+        (8, 2, "products", {}),
+        (4, 2, False, {"tensor_parallel": 2}),
+        pytest.param(8, 2, True, {"tensor_parallel": 4}, marks=pytest.mark.slow),
+        (2, 2, "offload", {"moments": "bfloat16"}),
     ],
 )
 def test_a_plan_counts_what_a_rank_takes(
-    ranks: int, tensor_parallel: int, micro_batches: int, checkpointed: bool, tmp_path: Path
+    ranks: int, micro_batches: int, checkpointed: bool | str, knobs: dict[str, Any], tmp_path: Path
 ) -> None:
     case = Case(
         model="middle",
         ranks=ranks,
         micro_batches=micro_batches,
         checkpointed=checkpointed,
-        knobs=(("tensor_parallel", tensor_parallel),),
+        knobs=tuple(knobs.items()),
     )
     check(case, write(MIDDLE, tmp_path))
 

@@ -15,6 +15,7 @@ from transport.weights.costs.explain import explain
 from transport.weights.costs.interconnect import Cost, Interconnect, cost, in_rounds
 from transport.weights.encoding import SCALE, Encoding
 from transport.weights.errors import LayoutMismatch
+from transport.weights.layout.layout import Layout
 from transport.weights.layout.parallel_plan import mesh_layout
 from transport.weights.layout.plan import CopyPlan
 from transport.weights.layout.reshard import reshard
@@ -169,7 +170,9 @@ def on_paper(
             f"trainer ({trainer})": {
                 **{name: parameters * per_parameter for name, per_parameter in STATE.items()},
                 **(
-                    {"what is quantised to be sent": sent.only(narrow).rank_bytes} if narrow else {}
+                    {"what is quantised to be sent": _of_all(sent.only(narrow).rank_bytes, trained)}
+                    if narrow
+                    else {}
                 ),
             },
             f"generator ({generator}), beside its cache": {
@@ -178,3 +181,8 @@ def on_paper(
             },
         },
     )
+
+
+def _of_all(rank_bytes: Ints, layout: Layout) -> Ints:
+    """Of all ranks of a layout, of which the last may hold nothing."""
+    return np.pad(rank_bytes, (0, layout.ranks - len(rank_bytes)))

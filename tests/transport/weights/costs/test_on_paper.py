@@ -234,3 +234,14 @@ def test_one_rank_holds_all_of_it():
     whole = mesh_layout(tensors, STYLES, RankGrid().mesh)
     assert whole == Layout.whole(tensors)
     assert whole.rank_bytes.tolist() == [2 * sum(math.prod(shape) for shape, _ in tensors.values())]
+
+
+def test_the_last_ranks_may_hold_nothing_of_what_is_quantised():
+    small = Decoder(layers=1, width=8, inner=16, heads=2, kv_heads=2, vocabulary=100, head_width=4)
+    made = on_paper(
+        small, RankGrid(shards=7), RankGrid(tensor_parallel=2), Interconnect(), quantized="fp8"
+    )
+    (trainer, *_) = made.held.values()
+    quantised = trainer["what is quantised to be sent"]
+    assert len(quantised) == 7 and quantised[0] > 0 == quantised[-1]
+    assert "memory of each rank at the start" in str(made)
