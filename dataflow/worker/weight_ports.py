@@ -15,9 +15,9 @@ if TYPE_CHECKING:
     from transport.weights import ShardedWriter
     from transport.weights.layout.layout import Layout
     from transport.weights.protocol.pace import Deadlines
-    from transport.weights.shard_encoder import ShardEncoder
     from transport.weights.sharded.control import CoordinatorSocket, NetworkEnd
     from transport.weights.sharded.process_group import Backend
+    from transport.weights.tensor_encoder import ShardEncoder
 
 # A trainer's end of its weight plane where its readers are reached in several ways.
 
@@ -192,7 +192,7 @@ def offer_beside(
     """
     from transport.weights.encoding import Encoding
     from transport.weights.layout.from_torch import layout_of
-    from transport.weights.shard_encoder import ShardEncoder
+    from transport.weights.tensor_encoder import ShardEncoder
 
     assert sites[0].encoding is not None, "ranks offer shards"
     encoding = Encoding.from_plain(sites[0].encoding)
@@ -235,7 +235,7 @@ def interface_of(host: str) -> str:
     """The network interface of this host that has an address; the loopback's for an empty one.
     Errors: WeightError.
     """
-    from transport.weights.executors.interface import interface_of
+    from transport.weights.executors.address import interface_of
 
     return interface_of(host)
 
@@ -319,10 +319,8 @@ def preload() -> None:
     from.
     """
     import transport.weights.encoding
-    import transport.weights.executors.interface
     import transport.weights.layout.from_torch
     import transport.weights.rank_reader
-    import transport.weights.shard_encoder
-    import transport.weights.sharded.control
     import transport.weights.sharded.reader
-    import transport.weights.sharded.writer  # noqa: F401
+    import transport.weights.sharded.writer
+    import transport.weights.tensor_encoder  # noqa: F401

@@ -24,7 +24,7 @@ from transport.weights import (
 )
 from transport.weights.executors import address as addresses
 from transport.weights.executors import shared_memory
-from transport.weights.executors.device_memory import HostMemory
+from transport.weights.executors.peer_memory import HostMemory
 
 PACE = Timing(heartbeat_s=0.5, silent_s=3.0, release_s=5.0, gone_s=60.0)
 

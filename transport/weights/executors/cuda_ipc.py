@@ -31,7 +31,7 @@ from transport.codec import Codec, Message
 from transport.errors import MessageError
 from transport.weights.errors import SegmentError
 from transport.weights.executors.address import LocalAddress, flock
-from transport.weights.executors.device_memory import DeviceMemory, Handle, departing
+from transport.weights.executors.peer_memory import DeviceMemory, Handle, departing
 from transport.weights.executors.shared_memory import SharedMemory
 from transport.weights.memory.ports import ReaderPort, ReaderSegment, WriterPort
 from transport.weights.protocol.messages import ReaderMessage, WriterMessage
