@@ -138,8 +138,8 @@ def _count_messages(
 
         monkeypatch.setattr(kind, "send", counted)
 
-    count(shared_memory._WriterPort, lambda message: message[0])
-    count(shared_memory._ReaderPort, lambda message: b"writer")
+    count(shared_memory.FileWriterPort, lambda message: message[0])
+    count(shared_memory.FileReaderPort, lambda message: b"writer")
     take = shared_memory.arrived
 
     def taken(socket):

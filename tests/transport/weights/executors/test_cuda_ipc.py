@@ -124,7 +124,7 @@ def test_device_memory_is_overwritten_once_its_exporter_lets_go(memory):
 def test_the_gate_moves_only_after_the_device_was_waited_for(tmp_path):
     memory = Watched(tmp_path)
     site = CudaIpc(f"ipc://{tmp_path}/w.sock", "cpu", memory=memory)
-    memory.site = site.site
+    memory.site = site
     with (
         closing(WeightWriter(SMALL, site)) as writer,
         closing(WeightReader(site, "generator-0", adopt="copy")) as reader,
@@ -200,10 +200,10 @@ def test_the_site_travels_to_other_processes(site):
     from multiprocessing.reduction import ForkingPickler
 
     other = ForkingPickler.loads(ForkingPickler.dumps(site))
-    assert (other.address, other.device, other.site.place.folder) == (
+    assert (other.address, other.device, other.place.folder) == (
         site.address,
         site.device,
-        site.site.place.folder,
+        site.place.folder,
     )
 
 
