@@ -7,7 +7,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
@@ -123,31 +122,6 @@ def _taken(job: QuantizeJob, tensors: dict[str, torch.Tensor]) -> torch.Tensor:
             "publish the tensors that the encoder was made for"
         )
     return sources[0]
-
-
-class EncodedWriter:
-    """A writer that is given tensors as they are and publishes them encoded; in all else it is that
-    writer.
-    """
-
-    def __init__(self, writer: Any, encoder: BaseEncoder) -> None:
-        """`writer`: a WeightWriter or ShardedWriter, made with the layout of `encoder`."""
-        self._writer, self._encoder = writer, encoder
-
-    @property
-    def full_share(self) -> float:
-        """As its encoder's."""
-        return self._encoder.full_share
-
-    def publish(self, version: int, tensors: Mapping[str, torch.Tensor]) -> bool:
-        """As the writer's; quantized tensors are read now, even where the version goes out
-        later.
-        """
-        sent: bool = self._writer.publish(version, self._encoder.encode(tensors))
-        return sent
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._writer, name)
 
 
 @torch.no_grad()
