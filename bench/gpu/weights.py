@@ -230,7 +230,7 @@ def _trainer(
 def place(folder: Path, device: torch.device) -> Any:
     """Where trainer and generator meet; on a processor, files stand in for the GPU's memory."""
     from transport.weights.executors.cuda_ipc import CudaIpc
-    from transport.weights.executors.device_memory import HostMemory
+    from transport.weights.executors.peer_memory import HostMemory
 
     memory = None if device.type == "cuda" else HostMemory(folder)
     return CudaIpc(f"ipc://{folder}/weights.sock", device, memory=memory)

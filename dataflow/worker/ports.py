@@ -252,7 +252,7 @@ class Ports:
         def open_whole(tensors: Mapping[str, Any], _: object) -> WeightsOut:
             from transport.weights import WeightWriter
             from transport.weights.layout.layout import Layout
-            from transport.weights.tensor_encoder import EncodedWriter, Encoder
+            from transport.weights.tensor_encoder import Encoder
 
             encoder = Encoder(self._encoding(trainer, refresh), tensors)
             flat = encoder.layout
@@ -268,7 +268,7 @@ class Ports:
                 for site in sites
             ]
             self._weights += ends
-            return EncodedWriter(ends[0] if len(ends) == 1 else FanOut(ends), encoder)
+            return FanOut(ends, encoder.encode, encoder.full_share)
 
         return OpensWriter(open_shards, tuple(sites)) if ranks > 1 else OpensWriter(open_whole)
 

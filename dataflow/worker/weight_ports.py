@@ -9,22 +9,19 @@ from dataflow.limits import Limits
 from dataflow.planning.executors import ON_GPU
 from dataflow.system.clocks import AwakeClock
 from dataflow.system.security import RunKeys
-from dataflow.weight_ends import SentVersion, WeightSite, WeightsOut
+from dataflow.weight_ends import SentVersion, WeightSite
 
 if TYPE_CHECKING:
     from transport.weights import ShardedWriter
     from transport.weights.layout.layout import Layout
     from transport.weights.protocol.pace import Deadlines
-    from transport.weights.shard_encoder import ShardEncoder
     from transport.weights.sharded.control import CoordinatorSocket, NetworkEnd
     from transport.weights.sharded.process_group import Backend
 
-# A trainer's end of its weight plane where its readers are reached in several ways.
-
 
 class FanOut:
-    """Offers every version over each of its ends, which are polled and closed by their owner as
-    well.
+    """The end of one rank of a trainer: offers every version, encoded, over each way to its
+    readers.
 
     consumes: tensors of the trainer
     produces: the same version on every end
@@ -32,20 +29,28 @@ class FanOut:
     unblocked by: readers
     """
 
-    def __init__(self, ends: Sequence[Any]) -> None:
-        """ends: opened, at least one."""
-        self._ends: Sequence[WeightsOut] = ends
+    def __init__(
+        self,
+        ends: Sequence[Any],
+        encode: Callable[[Mapping[str, Any]], Mapping[str, Any]],
+        full_share: float,
+    ) -> None:
+        """ends: opened, at least one. encode: makes of a version what travels; where scales are of
+        rows that are cut, on all ranks at once. full_share: as `WeightsOut` says.
+        """
+        self._ends, self._encode, self.full_share = ends, encode, full_share
         self.socket = ends[0].socket
 
     @property
     def pending(self) -> int | None:
         """The version that some end still has to offer."""
-        waiting = (getattr(end, "pending", None) for end in self._ends)
+        waiting = (end.pending for end in self._ends)
         return next((version for version in waiting if version is not None), None)
 
     def publish(self, version: int, tensors: Mapping[str, Any]) -> bool:
         """False when some end offers it later."""
-        offered = [end.publish(version, tensors) for end in self._ends]
+        travels = self._encode(tensors)
+        offered = [end.publish(version, travels) for end in self._ends]
         return all(offered)
 
     def settle(self, timeout_s: float) -> bool:
@@ -66,15 +71,22 @@ class FanOut:
         return {reader: sent for end in self._ends for reader, sent in end.sent.items()}
 
     @property
-    def traffic(self) -> tuple[int, int]:
-        """As `WeightsOut` says, over the ends that have one."""
-        counts = [getattr(end, "traffic", (0, 0)) for end in self._ends]
+    def traffic(self) -> tuple[int, int] | None:
+        """As `WeightsOut` says, over the ends that send over links, if any."""
+        counts = [end.traffic for end in self._ends if end.traffic is not None]
+        if not counts:
+            return None
         return sum(sent for sent, _ in counts), sum(whole for _, whole in counts)
 
     def poll(self) -> None:
         """Answer all readers."""
         for end in self._ends:
             end.poll()
+
+    def close(self) -> None:
+        """Leave the weight plane."""
+        for end in self._ends:
+            end.close()
 
 
 def listen(address: str, keys: Mapping[str, bytes], attempt: int) -> "CoordinatorSocket":
@@ -185,7 +197,7 @@ def offer_beside(
     limits: Limits,
     attempt: int,
     listeners: dict[str, "CoordinatorSocket"] | None = None,
-) -> "ShardsOut":
+) -> FanOut:
     """The end of one rank of a trainer, on `device`, at each of `OpensWriter.sites`.
 
     tensors: DTensors of the whole mesh of `ranks` ranks; this one offers what it holds of them.
@@ -193,14 +205,14 @@ def offer_beside(
     """
     from transport.weights.encoding import Encoding
     from transport.weights.layout.from_torch import layout_of
-    from transport.weights.shard_encoder import ShardEncoder
+    from transport.weights.tensor_encoder import ShardEncoder
 
     assert sites[0].encoding is not None, "ranks offer shards"
     encoding = Encoding.from_plain(sites[0].encoding)
     encoder = ShardEncoder(
         encoding, layout_of(tensors, range(ranks)), rank, _local(tensors), largest
     )
-    return ShardsOut(
+    return FanOut(
         [
             shards_writer(
                 site,
@@ -214,7 +226,8 @@ def offer_beside(
             )
             for site in sites
         ],
-        encoder,
+        lambda version: encoder.encode(_local(version)),
+        encoder.full_share,
     )
 
 
@@ -236,33 +249,9 @@ def interface_of(host: str) -> str:
     """The network interface of this host that has an address; the loopback's for an empty one.
     Errors: WeightError.
     """
-    from transport.weights.executors.interface import interface_of
+    from transport.weights.executors.address import interface_of
 
     return interface_of(host)
-
-
-class ShardsOut(FanOut):
-    """One rank's end: what it holds of each DTensor that it is given goes out encoded, over each of
-    its sites.
-    """
-
-    def __init__(self, ends: Sequence[Any], encoder: "ShardEncoder") -> None:
-        super().__init__(ends)
-        self._encoder = encoder
-
-    @property
-    def full_share(self) -> float:
-        """As its encoder's."""
-        return self._encoder.full_share
-
-    def publish(self, version: int, tensors: Mapping[str, Any]) -> bool:
-        """As `FanOut.publish`; on all ranks at once, for they may have to agree on scales."""
-        return super().publish(version, self._encoder.encode(_local(tensors)))
-
-    def close(self) -> None:
-        """Leave the weight plane."""
-        for end in self._ends:
-            end.close()  # type: ignore[attr-defined]
 
 
 def _memory(site: WeightSite, device: str) -> str:
@@ -320,10 +309,8 @@ def preload() -> None:
     from.
     """
     import transport.weights.encoding
-    import transport.weights.executors.interface
     import transport.weights.layout.from_torch
     import transport.weights.rank_reader
-    import transport.weights.shard_encoder
-    import transport.weights.sharded.control
     import transport.weights.sharded.reader
-    import transport.weights.sharded.writer  # noqa: F401
+    import transport.weights.sharded.writer
+    import transport.weights.tensor_encoder  # noqa: F401

@@ -22,13 +22,12 @@ from transport.weights.errors import (
 from transport.weights.executors.shared_memory import SharedMemory
 from transport.weights.layout.flat import FlatLayout
 from transport.weights.layout.rank_slices import RankSlice
-from transport.weights.memory.attached import Attached, Mapped
+from transport.weights.memory.attached import NAP_S, Attached, Mapped, Verification, follows
 from transport.weights.memory.ports import Site
-from transport.weights.memory.verification import NAP_S, Verification, follows
+from transport.weights.protocol.membership import VerifiedOffer
 from transport.weights.protocol.messages import Note, Offer
 from transport.weights.protocol.pace import Timing
 from transport.weights.protocol.segments import SegmentReader
-from transport.weights.protocol.verified import VerifiedOffer
 
 log = logging.getLogger(__name__)
 

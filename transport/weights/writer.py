@@ -79,6 +79,9 @@ class WeightWriter:
         """The version that still waits for a free segment."""
         return self._pending[0] if self._pending else None
 
+    traffic = None
+    """Nothing goes over a link."""
+
     @property
     def readers(self) -> tuple[ReaderStatus, ...]:
         """What is known of each reader, in the order of joining."""

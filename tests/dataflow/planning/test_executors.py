@@ -309,7 +309,7 @@ class End:
 
 def test_a_trainer_with_readers_of_two_kinds_offers_each_version_to_both() -> None:
     first, second = End(takes=False), End(takes=True)
-    both = FanOut([first, second])
+    both = FanOut([first, second], lambda version: version, 1.0)
     assert both.publish(1, {}) is False
     both.tell({"dropped": 2})
     both.poll()

@@ -37,7 +37,7 @@ from operators.engine.sampler import Sampling
 from operators.models.folders import ModelError
 from transport.weights import FlatLayout, Hub, WeightReader, WeightWriter
 from transport.weights.encoding import Encoding
-from transport.weights.tensor_encoder import EncodedWriter, Encoder
+from transport.weights.tensor_encoder import Encoder
 
 WHOLE_STEPS = 2
 
@@ -382,11 +382,11 @@ def test_versions_that_the_trainer_quantised_give_the_same_bits(
         names=linear_weights(policies[0]),
     )
     encoder = Encoder(encoding, dict(policies[0].named_parameters()))
-    writer = EncodedWriter(WeightWriter(encoder.layout, hub), encoder)
+    writer = WeightWriter(encoder.layout, hub)
     reader = WeightReader(hub, "generator", adopt=adopt)
     reader.attach(intake.tensors)
     for version, policy in enumerate(policies):
-        writer.publish(version, dict(policy.named_parameters()))
+        writer.publish(version, encoder.encode(dict(policy.named_parameters())))
         assert reader.wait(version, timeout_s=5) == version
         intake.adopted()
         fresh = copy.deepcopy(policy).to(dtype)

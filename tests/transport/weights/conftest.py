@@ -24,7 +24,7 @@ from transport.weights import (
 )
 from transport.weights.executors import address as addresses
 from transport.weights.executors import shared_memory
-from transport.weights.executors.device_memory import HostMemory
+from transport.weights.executors.peer_memory import HostMemory
 
 PACE = Timing(heartbeat_s=0.5, silent_s=3.0, release_s=5.0, gone_s=60.0)
 
@@ -138,8 +138,8 @@ def _count_messages(
 
         monkeypatch.setattr(kind, "send", counted)
 
-    count(shared_memory._WriterPort, lambda message: message[0])
-    count(shared_memory._ReaderPort, lambda message: b"writer")
+    count(shared_memory.FileWriterPort, lambda message: message[0])
+    count(shared_memory.FileReaderPort, lambda message: b"writer")
     take = shared_memory.arrived
 
     def taken(socket):

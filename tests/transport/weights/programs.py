@@ -9,7 +9,7 @@ import torch
 
 from transport.weights import FlatLayout, ShardedReader, Timing, WeightReader, WeightWriter
 from transport.weights.memory import buffers
-from transport.weights.memory.verification import Verification
+from transport.weights.memory.attached import Verification
 
 MIXTURE, LATE = 3, 4
 PACE = Timing(heartbeat_s=0.05, silent_s=0.5, release_s=0.3, gone_s=60.0)

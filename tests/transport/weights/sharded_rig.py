@@ -10,7 +10,7 @@ from contextlib import contextmanager
 import torch
 
 from transport.weights import Deadlines, Layout, ShardedReader, ShardedWriter
-from transport.weights.executors.device_memory import HostMemory
+from transport.weights.executors.peer_memory import HostMemory
 
 FAST = Deadlines(heartbeat_s=0.05, gone_s=20.0, form_s=20.0, ready_s=10.0, transfer_s=10.0)
 DEADLINE_S = 30.0

@@ -8,8 +8,7 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from transport.weights.costs.amounts import amount
-from transport.weights.costs.interconnect import KINDS, Interconnect, cost
+from transport.weights.costs.interconnect import KINDS, Interconnect, amount, cost
 from transport.weights.layout.plan import CopyPlan, smaller
 from transport.weights.layout.shards import Ints
 
@@ -90,3 +89,159 @@ def _matrix(nbytes: Ints) -> list[str]:
         "  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True))
         for row in rows
     ]
+
+
+MOST = 64
+"""Rows and columns; where there are more ranks, each stands for several."""
+SIDE = 512
+"""Of the matrix, in pixels, where there are many ranks; a few get cells of `CELL`."""
+CELL = 64
+WITH_TEXT = 40
+"""Pixels of a cell from which its bytes stand in it."""
+LEFT, TOP, BAR = 56, 112, 48
+"""Pixels for the ranks' numbers, for title and numbers, and for the longest bar."""
+THICK = 16
+"""Pixels of a bar, where there is room."""
+COLOURS = (
+    ".reshard .paper{fill:%s}.reshard text{fill:%s}.reshard .muted{fill:%s}.reshard .empty{fill:%s}"
+    ".reshard .cell,.reshard .bar{fill:%s}.reshard .full{fill:%s}"
+)
+STYLE = (
+    ".reshard{max-width:100%;height:auto;font:11px 'Helvetica Neue',Arial,'Liberation"
+    " Sans',sans-serif}.reshard .heading{font-size:15px;font-weight:600}"
+    + COLOURS % ("#fff", "#1f2328", "#656d76", "#f2f4f6", "#0b62c4", "#fff")
+    + "@media (prefers-color-scheme:dark){"
+    + COLOURS % ("#0d1117", "#e6edf3", "#9198a1", "#161b22", "#58a6ff", "#0d1117")
+    + "}"
+)
+
+
+def picture(pair_bytes: Ints, gpus_per_node: int | None = None) -> str:
+    """The picture of bytes [source ranks, destination ranks].
+
+    Up to 64 ranks a side each has its row or column. Above, each stands for a node's ranks where
+    `gpus_per_node` is given, and in any case for so many that 64 are enough. A cell's shade is its
+    share of the fullest cell.
+    """
+    down, across = (_group(ranks, gpus_per_node) for ranks in pair_bytes.shape)
+    cells = _summed(_summed(pair_bytes, down).T, across).T
+    size = min(CELL, SIDE // max(cells.shape))
+    width, height = cells.shape[1] * size, cells.shape[0] * size
+    most = max(int(np.max(cells)), 1)
+    sent, received = cells.sum(axis=1), cells.sum(axis=0)
+    senders, receivers = pair_bytes.shape
+    body = [
+        _text(
+            16,
+            26,
+            f"{amount(int(pair_bytes.sum()))} from {senders} to {receivers} ranks",
+            "heading",
+        ),
+        _text(16, 45, _load("a source rank sends", pair_bytes.sum(axis=1)), "muted"),
+        _text(16, 60, _load("a destination rank receives", pair_bytes.sum(axis=0)), "muted"),
+        _text(16, 80, f"rows: source {_of(down)}; columns: destination {_of(across)}", "muted"),
+        f'<rect class="empty" x="{LEFT}" y="{TOP}" width="{width}" height="{height}"/>',
+        *_numbers(cells.shape[0], down, size, down=True),
+        *_numbers(cells.shape[1], across, size, down=False),
+    ]
+    gap = 1 if size > 4 else 0
+    for row, column in np.argwhere(cells).tolist():
+        share = float(cells[row, column]) / most
+        x, y = LEFT + column * size, TOP + row * size
+        tip = (
+            f"{_names(row, down, senders)} to {_names(column, across, receivers)}:"
+            f" {amount(cells[row, column])}"
+        )
+        body.append(
+            f'<rect class="cell" x="{x}" y="{y}" width="{size - gap}" height="{size - gap}" '
+            f'fill-opacity="{0.12 + 0.88 * share:.3f}"><title>{tip}</title></rect>'
+        )
+        if size >= WITH_TEXT:
+            kind = "full" if share > 0.55 else ""
+            body.append(
+                _text(x + size / 2, y + size / 2 + 4, amount(cells[row, column]), kind, "middle")
+            )
+    body += _bars(sent, size, (LEFT + width + 10, TOP), down=True)
+    body += _bars(received, size, (LEFT, TOP + height + 10), down=False)
+    body.append(
+        _text(LEFT + width + 10, TOP - 6, f"sent, up to {amount(int(np.max(sent)))}", "muted")
+    )
+    below = TOP + height + BAR + 26
+    body.append(
+        _text(
+            LEFT,
+            below,
+            f"received, up to {amount(int(np.max(received)))}; fullest cell {amount(most)}",
+            "muted",
+        )
+    )
+    wide, high = max(LEFT + width + BAR + 90, 430), below + 16
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" class="reshard" role="img" width="{wide}"'
+        f' height="{high}" viewBox="0 0 {wide} {high}"><style>{STYLE}</style><rect class="paper"'
+        f' width="{wide}" height="{high}"/>{"".join(body)}</svg>\n'
+    )
+
+
+def _group(ranks: int, gpus_per_node: int | None) -> int:
+    """Ranks that one row or column stands for."""
+    if ranks <= MOST:
+        return 1
+    unit = gpus_per_node or 1
+    return unit * -(-ranks // (unit * MOST))
+
+
+def _summed(table: Ints, group: int) -> Ints:
+    """Rows of a table added up by groups."""
+    return np.asarray(np.add.reduceat(table, np.arange(0, len(table), group), axis=0))
+
+
+def _numbers(count: int, group: int, size: int, *, down: bool) -> list[str]:
+    """The first rank of rows or columns, as many as there is room for."""
+    every = next(step for step in (1, 2, 4, 8, 16, 32, 64) if step * size >= (14 if down else 26))
+    labels = []
+    for number in range(0, count, every):
+        at = number * size + size / 2
+        if down:
+            labels.append(_text(LEFT - 8, TOP + at + 4, str(number * group), "", "end"))
+        else:
+            labels.append(_text(LEFT + at, TOP - 6, str(number * group), "", "middle"))
+    return labels
+
+
+def _bars(sums: Ints, size: int, origin: tuple[int, int], *, down: bool) -> list[str]:
+    """A bar for each sum, growing away from the matrix."""
+    x, y = origin
+    bars = []
+    for number, value in enumerate(sums.tolist()):
+        length, thick = BAR * value / max(int(np.max(sums)), 1), min(max(size - 1, 1), THICK)
+        at = number * size + (size - thick) / 2
+        place = (x, y + at, length, thick) if down else (x + at, y, thick, length)
+        corner_x, corner_y, wide, high = (f"{number:.1f}".removesuffix(".0") for number in place)
+        bars.append(
+            f'<rect class="bar" x="{corner_x}" y="{corner_y}" width="{wide}" height="{high}"'
+            f' fill-opacity="0.55"><title>{amount(value)}</title></rect>'
+        )
+    return bars
+
+
+def _names(number: int, group: int, ranks: int) -> str:
+    last = min((number + 1) * group, ranks) - 1
+    return f"rank {number}" if group == 1 else f"ranks {number * group} to {last}"
+
+
+def _of(group: int) -> str:
+    return "ranks" if group == 1 else f"ranks, {group} at a time"
+
+
+def _load(label: str, nbytes: Ints) -> str:
+    least, middle, most = int(np.min(nbytes)), float(np.median(nbytes)), int(np.max(nbytes))
+    if least == most:
+        return f"{label} {amount(most)}"
+    return f"{label} {amount(least)} to {amount(most)}, half of them {amount(middle)} or less"
+
+
+def _text(x: float, y: float, text: str, kind: str = "", anchor: str = "") -> str:
+    kind = f' class="{kind}"' if kind else ""
+    anchor = f' text-anchor="{anchor}"' if anchor else ""
+    return f'<text x="{x:g}" y="{y:g}"{kind}{anchor}>{text}</text>'

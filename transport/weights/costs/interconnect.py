@@ -17,8 +17,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from transport.weights.costs.amounts import amount
-from transport.weights.layout.matchings import matchings
+from transport.weights.layout.plan import matchings
 from transport.weights.layout.shards import Ints
 
 KINDS = ("local", "within", "between")
@@ -189,3 +188,14 @@ def gather_and_broadcast(
         source_bytes=int(lacking),
         destination_bytes=nbytes,
     )
+
+
+UNITS = ("B", "KB", "MB", "GB", "TB", "PB")
+
+
+def amount(nbytes: float) -> str:
+    """In powers of 1,000: 1.23 GB."""
+    power = 0
+    while nbytes >= 999.5 and power < len(UNITS) - 1:
+        nbytes, power = nbytes / 1000, power + 1
+    return f"{nbytes:.3g} {UNITS[power]}"

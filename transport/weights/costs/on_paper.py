@@ -9,10 +9,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from transport.weights.costs.amounts import amount
 from transport.weights.costs.decoder import STYLES, Decoder
 from transport.weights.costs.explain import explain
-from transport.weights.costs.interconnect import Cost, Interconnect, cost, in_rounds
+from transport.weights.costs.interconnect import Cost, Interconnect, amount, cost, in_rounds
 from transport.weights.encoding import SCALE, Encoding
 from transport.weights.errors import LayoutMismatch
 from transport.weights.layout.layout import Layout

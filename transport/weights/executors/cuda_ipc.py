@@ -25,16 +25,15 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import torch
-import zmq
 
 from transport.codec import Codec, Message
 from transport.errors import MessageError
 from transport.weights.errors import SegmentError
-from transport.weights.executors.address import LocalAddress, flock
-from transport.weights.executors.device_memory import DeviceMemory, Handle, departing
-from transport.weights.executors.shared_memory import SharedMemory
-from transport.weights.memory.ports import ReaderPort, ReaderSegment, WriterPort
-from transport.weights.protocol.messages import ReaderMessage, WriterMessage
+from transport.weights.executors.address import LocalAddress, Socket, flock
+from transport.weights.executors.peer_memory import DeviceMemory, Handle, departing
+from transport.weights.executors.shared_memory import FileReaderPort, FileWriterPort, SharedMemory
+from transport.weights.memory.ports import ReaderSegment, WriterSegment
+from transport.weights.protocol.messages import ReaderMessage
 
 HANDLE_BYTES = 1024
 """Room for a `BufferHandle` in a segment's file, behind its size."""
@@ -54,7 +53,7 @@ class BufferHandle(Message, kw_only=True):
 CODEC: Codec[BufferHandle] = Codec("cuda-ipc", 1, BufferHandle)
 
 
-class CudaIpc:
+class CudaIpc(SharedMemory):
     """An address of the form ipc:///folder/name.sock, or tcp://127.0.0.1:port, and a GPU."""
 
     def __init__(
@@ -70,35 +69,22 @@ class CudaIpc:
         `folder`: where the handles lie, as for `SharedMemory`. `memory` stands in for that of the
         GPU.
         """
+        super().__init__(address, folder=folder)
         self.device = (
             torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
         )
-        self.site = SharedMemory(address, folder=folder)
         self._memory = memory
-
-    @property
-    def address(self) -> str:
-        """Where writer and readers meet."""
-        return self.site.address
 
     def writer(self, poll: Callable[[], None]) -> _WriterPort:
         """Claim the address. AddressTaken when another live writer has; SegmentError where there is
         no GPU.
         """
         memory = self._device_memory()
-        return _WriterPort(self.site.writer(poll), memory)
+        return _WriterPort(self.place, *self._claimed(), memory)
 
     def reader(self) -> _ReaderPort:
         """Connect to the address. SegmentError where there is no GPU."""
-        return _ReaderPort(self.site, self._device_memory())
-
-    def sweep(self) -> int:
-        """Unlink what a killed writer left: two files for each segment. Its GPU memory went with
-        it.
-
-        AddressTaken while the writer is alive.
-        """
-        return self.site.sweep()
+        return _ReaderPort(self.place, self._device_memory())
 
     def _device_memory(self) -> DeviceMemory:
         if self._memory is not None:
@@ -111,13 +97,15 @@ class CudaIpc:
 class _WriterSegment:
     progress: torch.Tensor | None
 
-    def __init__(self, files: WriterPort, memory: DeviceMemory, nbytes: int) -> None:
+    def __init__(
+        self, file: Callable[[int], WriterSegment], memory: DeviceMemory, nbytes: int
+    ) -> None:
         self.buffer, self.progress = memory.allocate(nbytes), None
         self._memory = memory
         handle = memory.export(self.buffer)
-        self._lease = files.segment(LEASE_BYTES)
+        self._lease = file(LEASE_BYTES)
         try:
-            self._gate = files.segment(HANDLE_BYTES)
+            self._gate = file(HANDLE_BYTES)
         except SegmentError:
             self._lease.retire()
             self._lease.close()
@@ -169,48 +157,34 @@ class _ReaderSegment:
         self._lease.close()
 
 
-class _WriterPort:
-    def __init__(self, files: WriterPort, memory: DeviceMemory) -> None:
-        self._files, self._memory = files, memory
+class _WriterPort(FileWriterPort):
+    def __init__(
+        self, place: LocalAddress, socket: Socket, lock: int, memory: DeviceMemory
+    ) -> None:
+        super().__init__(place, socket, lock)
+        self._memory = memory
 
-    @property
-    def socket(self) -> zmq.Socket[bytes] | None:
-        return self._files.socket
-
-    def segment(self, nbytes: int) -> _WriterSegment:
-        return _WriterSegment(self._files, self._memory, nbytes)
+    def segment(self, nbytes: int) -> WriterSegment:
+        return _WriterSegment(super().segment, self._memory, nbytes)
 
     def receive(self) -> list[tuple[bytes, ReaderMessage]]:
         departing.release()
-        return self._files.receive()
-
-    def send(self, peer: bytes, message: WriterMessage) -> bool:
-        return self._files.send(peer, message)
-
-    def wait(self, timeout_s: float) -> None:
-        self._files.wait(timeout_s)
-
-    def close(self) -> None:
-        self._files.close()
+        return super().receive()
 
 
-class _ReaderPort:
-    def __init__(self, site: SharedMemory, memory: DeviceMemory) -> None:
-        self._place, self._memory = site.place, memory
-        self._files: ReaderPort = site.reader()
+class _ReaderPort(FileReaderPort):
+    def __init__(self, place: LocalAddress, memory: DeviceMemory) -> None:
+        super().__init__(place)
+        self._memory = memory
 
-    @property
-    def socket(self) -> zmq.Socket[bytes] | None:
-        return self._files.socket
-
-    def segment(self, key: str, nbytes: int) -> _ReaderSegment | None:
+    def segment(self, key: str, nbytes: int) -> ReaderSegment | None:
         with ExitStack() as opened:
-            gate = self._files.segment(key, HANDLE_BYTES)
+            gate = super().segment(key, HANDLE_BYTES)
             if gate is None:
                 return None
             opened.callback(gate.close)
             stored = _unpacked(gate.buffer)
-            lease = self._files.segment(stored.lease, LEASE_BYTES)
+            lease = super().segment(stored.lease, LEASE_BYTES)
             if lease is None:
                 return None
             opened.callback(lease.close)
@@ -219,18 +193,6 @@ class _ReaderPort:
                 return None
             opened.pop_all()
             return _ReaderSegment(gate, lease, self._memory, buffer)
-
-    def receive(self) -> list[WriterMessage]:
-        return self._files.receive()
-
-    def send(self, message: ReaderMessage) -> None:
-        self._files.send(message)
-
-    def wait(self, timeout_s: float) -> None:
-        self._files.wait(timeout_s)
-
-    def close(self) -> None:
-        self._files.close()
 
     def _open(self, handle: Handle) -> torch.Tensor | None:
         """None when it cannot be opened because its writer has just died; the next one offers

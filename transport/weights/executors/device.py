@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from transport.native import Copier, Summer
-from transport.weights.executors.device_memory import numbered
+from transport.weights.executors.peer_memory import numbered
 
 Mark = Any
 """A point in a queue of the device."""

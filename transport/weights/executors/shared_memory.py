@@ -28,6 +28,7 @@ import torch
 from transport.errors import MessageError
 from transport.weights.errors import SegmentError
 from transport.weights.executors.address import LocalAddress, Socket, arrived, flock, sent
+from transport.weights.memory.ports import ReaderSegment, WriterSegment
 from transport.weights.protocol.messages import CODEC, Message, ReaderMessage, WriterMessage
 
 HEADER_BYTES = mmap.PAGESIZE
@@ -50,20 +51,13 @@ class SharedMemory:
         """Where writer and readers meet."""
         return self.place.url
 
-    def writer(self, poll: Callable[[], None]) -> _WriterPort:
+    def writer(self, poll: Callable[[], None]) -> FileWriterPort:
         """Claim the address, and sweep the segments that a killed writer left there."""
-        lock = self.place.claim()
-        try:
-            self._unlink_segments()
-            socket = self.place.bound()
-        except BaseException:
-            self.place.release(lock)
-            raise
-        return _WriterPort(self.place, socket, lock)
+        return FileWriterPort(self.place, *self._claimed())
 
-    def reader(self) -> _ReaderPort:
+    def reader(self) -> FileReaderPort:
         """Connect to the address."""
-        return _ReaderPort(self.place, self.place.connected())
+        return FileReaderPort(self.place)
 
     def sweep(self) -> int:
         """Unlink what a killed writer of this address left in shared memory; the number of
@@ -76,6 +70,16 @@ class SharedMemory:
             return self._unlink_segments()
         finally:
             self.place.release(lock)
+
+    def _claimed(self) -> tuple[Socket, int]:
+        """The writer's socket, and the file whose lock it holds."""
+        lock = self.place.claim()
+        try:
+            self._unlink_segments()
+            return self.place.bound(), lock
+        except BaseException:
+            self.place.release(lock)
+            raise
 
     def _unlink_segments(self) -> int:
         place = self.place
@@ -177,13 +181,16 @@ class _Ear:
         return messages
 
 
-class _WriterPort:
+class FileWriterPort:
+    """A writer's end (`ports.WriterPort`)."""
+
     def __init__(self, place: LocalAddress, socket: Socket, lock: int) -> None:
         self.socket: Socket | None = socket
         self._place, self._socket, self._lock = place, socket, lock
         self._ear = _Ear(socket)
 
-    def segment(self, nbytes: int) -> _WriterSegment:
+    def segment(self, nbytes: int) -> WriterSegment:
+        """See `ports.WriterPort`, as for all of these."""
         return _WriterSegment(self._place.folder, self._place.prefix + secrets.token_hex(6), nbytes)
 
     def receive(self) -> list[tuple[bytes, ReaderMessage]]:
@@ -204,15 +211,16 @@ class _WriterPort:
         self._place.release(self._lock)
 
 
-class _ReaderPort:
+class FileReaderPort:
     """A reader's end (`ports.ReaderPort`)."""
 
-    def __init__(self, place: LocalAddress, socket: Socket) -> None:
+    def __init__(self, place: LocalAddress) -> None:
+        socket = place.connected()
         self.socket: Socket | None = socket
         self._place, self._socket = place, socket
         self._ear = _Ear(socket)
 
-    def segment(self, key: str, nbytes: int) -> _ReaderSegment | None:
+    def segment(self, key: str, nbytes: int) -> ReaderSegment | None:
         if not key.startswith(self._place.prefix) or "/" in key:
             return None
         try:

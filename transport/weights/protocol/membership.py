@@ -8,7 +8,8 @@ is to be done.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from msgspec.structs import replace
@@ -126,3 +127,16 @@ class GroupMember(ABC):
         # heartbeat.
         self._sent = self._asked
         return [*out, *self.tick(now)]
+
+
+@dataclass(frozen=True, kw_only=True)
+class VerifiedOffer:
+    """A version that the first rank has verified and holds still."""
+
+    version: int
+    segment: str
+    """Tells it from every other that was offered under its number: where it lies, or with whom and
+    when it came."""
+    layout: Mapping[str, Any] | None = None
+    """The writer's, in plain values, where the others need one to find their slices, and it is
+    another than before."""

@@ -432,7 +432,7 @@ class Coordinator(Roster):
             self.faults[misfit.name] = message.fault
             denied = [(end, Denied(reason=message.fault)) for end in sorted(misfit.peers)]
             del self._groups[misfit.name]
-            return [*self._end(epoch), *denied]
+            return [*denied, *self._end(epoch)]  # who is denied does not come again
         if message.fault:
             return self._break(epoch, message.fault)
         epoch.waiting.discard(peer)

@@ -42,7 +42,7 @@ from transport.weights.protocol.ranks import (
 from transport.weights.protocol.roster import Outgoing
 from transport.weights.protocol.rounds import Coordinator
 from transport.weights.sharded.epoch_thread import EpochThread, EpochTransfers
-from transport.weights.sharded.rendezvous import CoordinatorStore, Meeting
+from transport.weights.sharded.process_group import CoordinatorStore, Meeting
 
 SELF = b"0"
 """The coordinator's own rank among its peers."""

@@ -18,8 +18,7 @@ import torch
 from transport.codec import Codec, Message
 from transport.weights.errors import SegmentError
 from transport.weights.executors.device import TransferDevice
-from transport.weights.executors.device_memory import DeviceMemory, Handle
-from transport.weights.executors.peer_memory import PeerBuffer, PeerMemory
+from transport.weights.executors.peer_memory import DeviceMemory, Handle, PeerBuffer, PeerMemory
 from transport.weights.layout.flat import FlatLayout
 from transport.weights.memory import buffers
 from transport.weights.sharded.chunks import Chunk, PlaceKey, place

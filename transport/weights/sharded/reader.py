@@ -21,8 +21,9 @@ from transport.weights.errors import (
     waited,
 )
 from transport.weights.executors.device import TransferDevice, transfer_device
-from transport.weights.executors.device_memory import DeviceMemory
+from transport.weights.executors.peer_memory import DeviceMemory
 from transport.weights.layout.layout import Layout
+from transport.weights.protocol.membership import VerifiedOffer
 from transport.weights.protocol.messages import BROKEN, DAMAGED, WHOLE, FormGroup, Join, Note
 from transport.weights.protocol.pace import Deadlines
 from transport.weights.protocol.ranks import (
@@ -31,13 +32,12 @@ from transport.weights.protocol.ranks import (
     Transfer,
     TransferOutcome,
 )
-from transport.weights.protocol.verified import VerifiedOffer
 from transport.weights.sharded.chunks import chunks_to, joint_plan
 from transport.weights.sharded.control import ControlThread, MemberSocket, NetworkEnd
+from transport.weights.sharded.process_group import Meeting
 from transport.weights.sharded.put import Arrivals, peer_memory
 from transport.weights.sharded.receive_buffers import Buffer, ReceiveBuffers
 from transport.weights.sharded.recoding import WHOLE_CHUNK, Gathered, Patch, patches
-from transport.weights.sharded.rendezvous import Meeting
 from transport.weights.sharded.steps import ChunkMessage, compiled, recent
 from transport.weights.sharded.transfer import DEPTH, Arriving, GroupExchange
 

@@ -19,8 +19,7 @@ from transport.weights.executors.device import Mark, TransferDevice
 from transport.weights.protocol.messages import BROKEN, DAMAGED, WHOLE, FormGroup
 from transport.weights.protocol.ranks import TransferOutcome
 from transport.weights.sharded.chunks import PlaceKey
-from transport.weights.sharded.process_group import ONE_SIDED, ProcessGroup
-from transport.weights.sharded.rendezvous import Meeting
+from transport.weights.sharded.process_group import ONE_SIDED, Meeting, ProcessGroup
 from transport.weights.sharded.staging import StagedSums
 
 DEPTH = 4

@@ -18,7 +18,7 @@ import torch
 from transport.errors import PeerGone
 from transport.weights.errors import WeightError
 from transport.weights.executors.device import TransferDevice, transfer_device
-from transport.weights.executors.device_memory import DeviceMemory
+from transport.weights.executors.peer_memory import DeviceMemory
 from transport.weights.layout.layout import Layout
 from transport.weights.protocol.messages import WHOLE, FormGroup, Note
 from transport.weights.protocol.pace import Deadlines
@@ -32,10 +32,9 @@ from transport.weights.sharded.control import (
     MemberSocket,
     NetworkEnd,
 )
-from transport.weights.sharded.process_group import ONE_SIDED, Backend
+from transport.weights.sharded.process_group import ONE_SIDED, Backend, Meeting
 from transport.weights.sharded.put import Deposits, peer_memory
 from transport.weights.sharded.recoding import Gathered, changes, sizes
-from transport.weights.sharded.rendezvous import Meeting
 from transport.weights.sharded.staging import BorrowedTensors, Snapshots, Staging, Tensors, checked
 from transport.weights.sharded.steps import ChunkMessage, compiled, recent
 from transport.weights.sharded.transfer import DEPTH, GroupExchange, Outbound

@@ -8,10 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from transport.weights.costs.amounts import amount
-from transport.weights.costs.explain import explain
-from transport.weights.costs.interconnect import Interconnect, cost, gather_and_broadcast
-from transport.weights.costs.picture import MOST, picture
+from transport.weights.costs.explain import MOST, explain, picture
+from transport.weights.costs.interconnect import Interconnect, amount, cost, gather_and_broadcast
 from transport.weights.layout.layout import Layout
 from transport.weights.layout.reshard import reshard
 from transport.weights.layout.shards import Mesh

@@ -20,10 +20,10 @@ from transport.weights import (
     WeightReader,
     WeightWriter,
 )
-from transport.weights.executors import cuda_ipc, device_memory, shared_memory
+from transport.weights.executors import cuda_ipc, peer_memory, shared_memory
 from transport.weights.executors.cuda_ipc import CudaIpc
 from transport.weights.executors.cuda_memory import CudaMemory
-from transport.weights.executors.device_memory import HostMemory
+from transport.weights.executors.peer_memory import HostMemory
 
 from .. import programs
 from ..conftest import leftovers, parameters, values
@@ -72,8 +72,8 @@ def site(tmp_path, memory):
 @pytest.fixture(autouse=True)
 def nothing_departs_for_good():
     yield
-    device_memory.departing.release()
-    assert device_memory.departing._held == []
+    peer_memory.departing.release()
+    assert peer_memory.departing._held == []
 
 
 def buffers(memory):
@@ -91,7 +91,7 @@ def adopted(writer, reader, version):
 
 def test_a_gpu_without_a_number_is_the_one_that_is_current(monkeypatch):
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
-    found = [str(device_memory.numbered(each)) for each in ("cuda", "cuda:1", torch.device("cpu"))]
+    found = [str(peer_memory.numbered(each)) for each in ("cuda", "cuda:1", torch.device("cpu"))]
     assert found == ["cuda:3", "cuda:1", "cpu"]
 
 
@@ -107,7 +107,7 @@ def test_a_closed_writers_buffer_stays_whole_until_its_reader_has_closed_it(site
     assert buffers(memory) == 1
     reader.close()
     assert values(mine) == {1} and mine["up"].data_ptr() != pointer
-    device_memory.departing.release()
+    peer_memory.departing.release()
     assert buffers(memory) == 0
 
 
@@ -124,7 +124,7 @@ def test_device_memory_is_overwritten_once_its_exporter_lets_go(memory):
 def test_the_gate_moves_only_after_the_device_was_waited_for(tmp_path):
     memory = Watched(tmp_path)
     site = CudaIpc(f"ipc://{tmp_path}/w.sock", "cpu", memory=memory)
-    memory.site = site.site
+    memory.site = site
     with (
         closing(WeightWriter(SMALL, site)) as writer,
         closing(WeightReader(site, "generator-0", adopt="copy")) as reader,
@@ -200,10 +200,10 @@ def test_the_site_travels_to_other_processes(site):
     from multiprocessing.reduction import ForkingPickler
 
     other = ForkingPickler.loads(ForkingPickler.dumps(site))
-    assert (other.address, other.device, other.site.place.folder) == (
+    assert (other.address, other.device, other.place.folder) == (
         site.address,
         site.device,
-        site.site.place.folder,
+        site.place.folder,
     )
 
 
@@ -334,7 +334,7 @@ def test_a_reader_killed_in_a_transfer_holds_nobody_up_and_no_lease(start, site,
         until(writer, lambda: other.exitcode is not None)
         assert (other.exitcode, writer.segments) == (0, (2, 0))
     victim.join(10)
-    device_memory.departing.release()
+    peer_memory.departing.release()
     assert buffers(memory) == 0
 
 

@@ -9,8 +9,15 @@ import torch
 
 from transport.weights import SegmentError
 from transport.weights.executors import cuda_memory
-from transport.weights.executors.cuda_driver import OUT_OF_MEMORY, PAGE_BYTES, Driver, DriverError
-from transport.weights.executors.cuda_memory import CudaMemory, _Block, tensor_at
+from transport.weights.executors.cuda_memory import (
+    OUT_OF_MEMORY,
+    PAGE_BYTES,
+    CudaMemory,
+    Driver,
+    DriverError,
+    _Block,
+    tensor_at,
+)
 
 GPUS = [bytes([index]) + bytes(14) + b"\xff" for index in (7, 8)]
 

@@ -10,9 +10,8 @@ import pytest
 import torch
 
 from transport.weights import SegmentError
-from transport.weights.executors import device_memory
-from transport.weights.executors.device_memory import HostMemory
-from transport.weights.executors.peer_memory import PeerMemory
+from transport.weights.executors import peer_memory
+from transport.weights.executors.peer_memory import HostMemory, PeerMemory
 
 
 @pytest.fixture(params=["main", "device"])
@@ -74,8 +73,8 @@ def test_what_a_sender_that_is_late_has_open_is_its_own_and_goes_with_it(memory,
     assert again.buffer.tolist() == [2] * 4096 and opened.buffer.tolist() == [77] * 4096
     opened.close()
     again.release()
-    device_memory.departing.release()
-    assert device_memory.departing._held == [] and list(tmp_path.iterdir()) == []
+    peer_memory.departing.release()
+    assert peer_memory.departing._held == [] and list(tmp_path.iterdir()) == []
 
 
 def test_full_shared_memory_is_an_error_that_says_how_much_is_free(memory, monkeypatch):

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 from rigs.examples import examples
 
-from transport.weights.layout.matchings import LIKE, NEAR, matchings, slowest
+from transport.weights.layout.plan import LIKE, NEAR, matchings, slowest
 
 SHAPES = st.tuples(st.integers(1, 9), st.integers(1, 9))
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from operators.engine.precision.linear import FORMATS, pack
 from transport.weights import FlatLayout, LayoutMismatch, tensor_encoder
 from transport.weights.encoding import QUANTIZED, Encoding
-from transport.weights.tensor_encoder import EncodedWriter, Encoder, decode, quantize
+from transport.weights.tensor_encoder import Encoder, decode, quantize
 
 FORMS = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
 
@@ -197,7 +197,7 @@ def test_versions_arrive_narrow_over_every_executor(place, form, adopt):
         place.reader(attach=mine, adopt=adopt),
     )
     for version in (1, 2, 3):
-        assert EncodedWriter(writer, encoded).publish(version, model(version))
+        assert writer.publish(version, encoded.encode(model(version)))
         place.settle(writer, reader)
         halves = model(version, torch.bfloat16)
         expected = Encoder(Encoding(quantized=form), halves).encode(halves)
@@ -220,13 +220,13 @@ def test_a_version_that_goes_out_later_has_the_numbers_it_was_published_with(pla
     ]
     for version, reader, tensors in ((1, first, held[0]), (2, second, held[1])):
         reader.attach(tensors)
-        EncodedWriter(writer, encoded).publish(version, trained)
+        writer.publish(version, encoded.encode(trained))
         place.settle(writer, reader)
-    assert not EncodedWriter(writer, encoded).publish(3, trained)
+    assert not writer.publish(3, encoded.encode(trained))
     expected = encoded.encode(trained)[name].clone()
     trained[name].neg_()
     place.settle(writer, first, second)
     place.settle(writer, first, second)
     assert first.version == 3
     assert torch.equal(held[0][name], expected)
-    assert EncodedWriter(writer, encoded).version == 3
+    assert writer.version == 3

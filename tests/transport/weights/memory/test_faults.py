@@ -275,7 +275,7 @@ def test_a_reader_unheard_for_long_is_struck_off_and_may_come_back(place):
 @pytest.fixture
 def sliced(monkeypatch):
     """No C compiler: a reader verifies with numpy, slice by slice."""
-    monkeypatch.setattr("transport.weights.memory.verification.library", lambda: None)
+    monkeypatch.setattr("transport.weights.memory.attached.library", lambda: None)
 
 
 def follow(place, writer, reader, version):

@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 
 from transport.weights import Layout, LayoutMismatch, Mesh, Shards, reshard
 from transport.weights.encoding import SCALE, Encoding
-from transport.weights.shard_encoder import ShardEncoder
-from transport.weights.tensor_encoder import Encoder
+from transport.weights.tensor_encoder import Encoder, ShardEncoder
 
 from ..sides import Local, execute, gather_then_shard, meshed, same
 

@@ -10,7 +10,7 @@ import torch
 
 from transport.weights import Deadlines, Layout, ShardedReader, ShardedWriter, reshard
 from transport.weights.costs.decoder import Decoder
-from transport.weights.executors.device_memory import HostMemory
+from transport.weights.executors.peer_memory import HostMemory
 from transport.weights.sharded import transfer
 from transport.weights.sharded.chunks import chunks_between
 from transport.weights.sharded.steps import ChunkMessage

@@ -12,11 +12,10 @@ import pytest
 
 from transport.security import RunKeys
 from transport.weights import AddressTaken, Deadlines, Layout, WeightError, reshard
-from transport.weights.executors.interface import interface_of
+from transport.weights.executors.address import interface_of
 from transport.weights.protocol.messages import GetValue, Put, StoredValue
 from transport.weights.sharded.control import CoordinatorSocket, NetworkEnd
-from transport.weights.sharded.process_group import ProcessGroup
-from transport.weights.sharded.rendezvous import AGAIN_S, CoordinatorStore, Meeting
+from transport.weights.sharded.process_group import AGAIN_S, CoordinatorStore, Meeting, ProcessGroup
 
 from ..sharded_rig import FAST, Group, Trainer, holds, until
 

@@ -27,7 +27,7 @@ from transport.weights.protocol.ranks import (
 from transport.weights.protocol.rounds import Coordinator
 from transport.weights.sharded import process_group
 from transport.weights.sharded.chunks import chunks_from, chunks_to, joint_plan
-from transport.weights.sharded.rendezvous import Meeting
+from transport.weights.sharded.process_group import Meeting
 from transport.weights.sharded.steps import compiled
 from transport.weights.sharded.transfer import DEPTH, GroupExchange
 

@@ -22,9 +22,8 @@ from transport.weights.executors.device import TransferDevice
 from transport.weights.protocol.messages import BROKEN
 from transport.weights.protocol.ranks import Transfer, TransferOutcome
 from transport.weights.sharded.epoch_thread import EpochThread
-from transport.weights.sharded.process_group import ProcessGroup
+from transport.weights.sharded.process_group import CoordinatorStore, Meeting, ProcessGroup
 from transport.weights.sharded.put import Deposit, DepositedChunk
-from transport.weights.sharded.rendezvous import CoordinatorStore, Meeting
 from transport.weights.sharded.steps import ChunkMessage
 
 from ..sharded_rig import (
