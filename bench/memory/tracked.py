@@ -41,7 +41,7 @@ from operators.engine.pages import AHEAD
 from operators.engine.parallel.shards import AXES, distribute
 from operators.models.loading import on_meta
 from operators.models.slices import given_memory
-from operators.training.learner import head, memory, packed_attention
+from operators.training.learner import head, memory, packed_attention, row_share
 from operators.training.learner.build import forward_of, learner_of
 from operators.training.learner.copies import ComputeCopies
 from operators.training.learner.learner import Learner
@@ -297,7 +297,7 @@ def _as_on_a_gpu(storages: Storages) -> Iterator[None]:
         mock.patch.object(prefill, "ragged", lambda query, *others: torch.empty_like(query)),
         mock.patch.object(torch, "searchsorted", _evenly),
         mock.patch.object(packed_attention, "_tree_blocks", packed_attention._whole_rows),
-        mock.patch.object(head, "pairs_within", _of_share),
+        mock.patch.object(row_share, "pairs_within", _of_share),
         mock.patch.object(head, "CPU_SLICE", head.GPU_SLICE),
         mock.patch.object(head, "multiplies_bfloat16", lambda: False),
         mock.patch.object(shard, "adds_up_in_float32", lambda module: None),
