@@ -238,12 +238,12 @@ def _since(began: float) -> str:
 
 
 def _communicators(made: Plan, held: Held) -> str:
-    edges = {(path.trainer, path.reader) for path in made.weight_paths if path.executor == "nccl"}
-    shared = int(made.placements["generator"].ranks > 1)
+    executors = sorted({path.executor for path in made.weight_paths})
+    readers = sum(path.executor == "nccl" for path in made.weight_paths)
+    own = int(made.placements["generator"].ranks > 1)
     return (
-        f"of a trainer's rank {held.groups} + {len(edges)}, of a generator's"
-        f" {shared} + {len(edges)} (ranks of the model + weights by"
-        f" {', '.join(sorted({path.executor for path in made.weight_paths}))})"
+        f"of a trainer's rank {held.groups} + {readers}, of a generator's {own} + {min(1, readers)}"
+        f" (ranks of the model + weights by {', '.join(executors)}, one for each reader)"
     )
 
 

@@ -20,7 +20,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from rich.console import Console
 
@@ -104,7 +104,7 @@ class Case:
 
     model: str
     ranks: int
-    checkpointed: bool | str = False
+    checkpointed: bool | Literal["products", "offload"] = False
     micro_batches: int = 2
     knobs: tuple[tuple[str, Any], ...] = ()
 

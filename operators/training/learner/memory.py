@@ -231,7 +231,7 @@ _PRODUCTS = [
 
 
 def _products() -> Any:
-    return create_selective_checkpoint_contexts(_PRODUCTS)
+    return create_selective_checkpoint_contexts(_PRODUCTS)  # type: ignore[no-untyped-call]
 
 
 class HostCopies:

@@ -19,8 +19,8 @@ class RoundedAdamW(torch.optim.Optimizer):
 
     They are rounded up or down by chance, in proportion to how near each is: to the nearest, a
     second moment that falls by a thousandth a step (beta 0.999) would never fall, as bfloat16's
-    numbers are eight thousandths apart. What chance does depends on the step, the weight's place
-    and the group's order alone, so that a step made again is the same.
+    numbers are eight thousandths apart. What chance does depends on the step and the place in a
+    rank's slice alone, so that a step made again is the same.
     """
 
     def __init__(

@@ -1,7 +1,7 @@
 """What a plan counts of a trainer's rank is what its own code takes, tracked on fake tensors."""
 
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 
@@ -46,7 +46,11 @@ def check(case: Case, folder: Path) -> None:
     ],
 )
 def test_a_plan_counts_what_a_rank_takes(
-    ranks: int, micro_batches: int, checkpointed: bool | str, knobs: dict[str, Any], tmp_path: Path
+    ranks: int,
+    micro_batches: int,
+    checkpointed: bool | Literal["products", "offload"],
+    knobs: dict[str, Any],
+    tmp_path: Path,
 ) -> None:
     case = Case(
         model="middle",

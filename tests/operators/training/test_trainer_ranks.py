@@ -141,6 +141,7 @@ def compare(trainer, ranks, given=None, make=None, **heads):
             4, {"micro_batch_tokens": 40, "max_grad_norm": 0.1, "dp_replicate": 2}, marks=SLOW
         ),
         pytest.param(2, {"dp_replicate": 2}, marks=SLOW),
+        (2, {"micro_batch_tokens": 40, "gradient_checkpointing": "offload"}),
         (
             2,
             {
@@ -164,7 +165,11 @@ def test_ranks_that_shard_the_data_make_the_steps_of_one(ranks, knobs):
 
 @pytest.mark.parametrize(
     ("ranks", "knobs"),
-    [(2, {}), pytest.param(4, {}, marks=SLOW), pytest.param(4, {"dp_replicate": 2}, marks=SLOW)],
+    [
+        (2, {"gradient_checkpointing": "products"}),
+        pytest.param(4, {}, marks=SLOW),
+        pytest.param(4, {"dp_replicate": 2}, marks=SLOW),
+    ],
     ids=str,
 )
 @in_a_fork
@@ -175,6 +180,24 @@ def test_ranks_that_share_out_matrices_make_the_steps_of_one(ranks, knobs, monke
         tiny_trainer(micro_batch_tokens=40, tensor_parallel=2, max_grad_norm=0.1, eps=EPS, **knobs),
         ranks,
     )
+
+
+@in_a_fork
+def test_ranks_round_their_moments_alike_each_time():
+    """Each rounds its own slice, so that their weights are near those of one rank."""
+    trainer = tiny_trainer(eps=EPS, moments="bfloat16")
+    one = tiny_learner(trainer)
+    expected = train(one, steps())
+    runs = []
+    for _ in range(2):
+        with led(trainer, 2) as learner:
+            found = train(learner, steps())
+            runs.append(weights(learner)[0])
+    for wanted, outcome in zip(expected, found, strict=True):
+        np.testing.assert_allclose(outcome.loss, wanted.loss, rtol=1e-2, atol=1e-4)
+    for name, weight in one.parameters.items():
+        assert torch.equal(runs[0][name], runs[1][name])
+        torch.testing.assert_close(runs[0][name], weight.detach(), rtol=0, atol=3e-3)
 
 
 def of_heads(module, key_value_heads):
