@@ -9,17 +9,23 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from rigs.graphs import reward
 
 from dataflow import Devices, Graph, Model
 from dataflow.errors import RunError
 from dataflow.planning.hosts import Host
-from dataflow.planning.plan import plan
+from dataflow.planning.plan import Plan, plan
+from dataflow.runtime import Context, WeightEnds
 from dataflow.system.security import RunKeys
 from dataflow.testing import FakeGenerator, FakePrompts, FakeTrainer
-from dataflow.weight_ends import WeightSite
+from dataflow.weight_ends import OpensWeights, WeightSite
 from dataflow.worker.host import Settings
 from dataflow.worker.messages import WeightLine
 from dataflow.worker.weight_lines import WeightLines
+from operators import Generator, Prompts, Trainer
+from operators.credit import advantage
+from operators.engine.build import arriving_bytes
 
 KEYS = RunKeys.make().to_plain()
 
@@ -159,6 +165,30 @@ def test_on_one_machine_ends_meet_in_its_private_folder_and_nobody_listens(
         assert not lines.listeners
         site = lines.site_of("trainer", "generator")
         assert not (site.host or site.keys or site.where)
+
+
+@pytest.mark.parametrize(("arrives_in", "executor"), [(None, "cuda_ipc"), ("host", "nccl")])
+def test_a_reader_that_receives_in_main_memory_takes_none_of_its_gpu_for_it(
+    arrives_in: Any, executor: str, tmp_path: Path
+) -> None:
+    graph, model = Graph("test"), Model("policy")
+    generator = Generator(model, arrives_in=arrives_in)
+    trainer = Trainer(model, prompts_per_step=2)
+    trainer(advantage(reward(generator(graph.source(Prompts([{"prompt": "a"}] * 4))))))
+    graph.feedback(trainer.weights, generator, max_staleness=1)
+    made = plan(graph, Devices(cpus=8, gpus=4), gpus={"generator": 2, "trainer": 2})
+    settings = Settings(folder="", sockets=str(tmp_path))
+    lines = WeightLines(graph, made, ["generator"], settings)
+    site = lines.site_of("trainer", "generator")
+    assert (site.executor, site.in_host) == (executor, arrives_in == "host")
+    assert not any(site.in_host for site in lines_of_trainer(graph, made, settings))
+    opens = OpensWeights(lambda tensors, slices: None, site)  # type: ignore[arg-type, return-value]
+    context = Context(node="generator", weights=WeightEnds(reader=opens))
+    assert arriving_bytes(context, {"a": torch.zeros(8)}) == (0 if arrives_in else 32)
+
+
+def lines_of_trainer(graph: Graph, made: Plan, settings: Settings) -> list[WeightSite]:
+    return WeightLines(graph, made, ["trainer"], settings).sites_of("trainer", None)
 
 
 @pytest.mark.parametrize(
