@@ -239,11 +239,11 @@ def _since(began: float) -> str:
 
 def _communicators(made: Plan, held: Held) -> str:
     executors = sorted({path.executor for path in made.weight_paths})
-    readers = sum(path.executor == "nccl" for path in made.weight_paths)
+    weights = int("nccl" in executors)
     own = int(made.placements["generator"].ranks > 1)
     return (
-        f"of a trainer's rank {held.groups} + {readers}, of a generator's {own} + {min(1, readers)}"
-        f" (ranks of the model + weights by {', '.join(executors)}, one for each reader)"
+        f"of a trainer's rank {held.groups} + {weights}, of a generator's {own} + {weights} (ranks"
+        f" of the model + weights by {', '.join(executors)}, one for all readers)"
     )
 
 
