@@ -28,7 +28,7 @@ from transport.weights.protocol.rounds import Coordinator
 from transport.weights.sharded import process_group
 from transport.weights.sharded.chunks import chunks_from, chunks_to, joint_plan
 from transport.weights.sharded.process_group import Meeting
-from transport.weights.sharded.steps import compiled
+from transport.weights.sharded.steps import ChunkMessage, compiled
 from transport.weights.sharded.transfer import DEPTH, GroupExchange
 
 FOREVER = float("inf")
@@ -38,8 +38,8 @@ PACE = Deadlines()
 class Work:
     """Done, and no longer counted, once it was waited for."""
 
-    def __init__(self, nccl):
-        self.nccl, self.waited = nccl, False
+    def __init__(self, nccl, tensor=None):
+        self.nccl, self.tensor, self.waited = nccl, tensor, False
         nccl.under_way.append(self)
 
     def is_completed(self):
@@ -66,19 +66,20 @@ class Nccl:
 
     def _end_coalescing(self):
         self._batch = False
-        return Work(self)
+        return Work(self, self._tensor)
 
     def allreduce(self, tensors):
         self._over("group")
         return Work(self)
 
     def send(self, tensors, peer, tag):
-        return self._message(peer)
+        return self._message(peer, *tensors)
 
     def recv(self, tensors, peer, tag):
-        return self._message(peer)
+        return self._message(peer, *tensors)
 
-    def _message(self, peer):
+    def _message(self, peer, tensor):
+        self._tensor = tensor
         self._over("group" if self._batch else (self.rank, peer))
         self.messages.append(peer)
         return None if self._batch else Work(self)
@@ -195,7 +196,6 @@ def transferred(form, plan, rank, taking):
         chunks = chunks_from(plan, form, rank)
         tensors = local(plan.plans[0].source, rank)
         columns = [form.sources + column for name in taking for column in form.columns[name]]
-        chunks = {peer: cut for peer, cut in chunks.items() if peer in columns}
     else:
         name, columns = next(
             (name, columns)
@@ -208,7 +208,8 @@ def transferred(form, plan, rank, taking):
     device = TransferDevice()
     exchange = GroupExchange(form, rank, device, 1.0, Meeting(), lambda: 0.0)
     steps = compiled(chunks, tensors, sending=sends, depth=DEPTH, device=device)
-    if sends:
+    if sends:  # all are compiled once, whoever takes part
+        steps = [step for step in steps if step.peer in columns]
         assert exchange.send(steps, None, DEPTH, FOREVER).state == "whole"
     else:
         exchange.receive(exchange.expect(steps, DEPTH), FOREVER)
@@ -298,6 +299,31 @@ def test_no_two_ranks_wait_for_each_other(nccl, sources, readers, taking):
         assert going, {rank: peers[:3] for rank, peers in left.items()}
         for rank, peer in going:
             assert left[rank].pop(0) == peer and left[peer].pop(0) == rank
+
+
+def test_no_bucket_is_packed_while_a_message_that_lies_in_it_is_under_way(nccl, monkeypatch):
+    """Messages to some of the readers use other buckets in turn than those to all."""
+    shapes = {"a": (24, 16), "b": (7, 5), "c": (9, 2)}
+    wide, narrow = (
+        {name: (shape, dtype) for name, shape in shapes.items()}
+        for dtype in ("float32", "bfloat16")
+    )
+    readers = {name: Layout.fsdp(narrow, ranks) for name, ranks in [("a", 1), ("b", 3), ("c", 2)]}
+    edge = Edge(Layout.fsdp(wide, 2), readers)
+    edge.beats(6)
+    pack, packed = ChunkMessage.pack, []
+
+    def checked(step, sums):
+        under_way = [work for work in nccl[1].under_way if not work.waited]
+        assert step.data.data_ptr() not in {work.tensor.data_ptr() for work in under_way}
+        packed.append(step)
+        return pack(step, sums)
+
+    monkeypatch.setattr(ChunkMessage, "pack", checked)
+    for taking in (["a", "b", "c"], ["a", "c"], ["b", "c"], ["b"], ["c"]):
+        packed.clear()
+        transferred(edge.form, joint_plan(edge.form), 1, taking)
+        assert len(packed) > DEPTH
 
 
 def test_a_reader_that_comes_late_goes_into_the_others_communicator_and_no_version_is_lost(nccl):
