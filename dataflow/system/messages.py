@@ -252,7 +252,7 @@ def ready(channels: Iterable[Channel[Any]], event: int, wait_s: float | None) ->
     poll, by_file = select.poll(), {channel.fileno(): channel for channel in channels}
     for file in by_file:
         poll.register(file, event)
-    wait_ms = None if wait_s is None else math.ceil(1000 * wait_s)
+    wait_ms = None if wait_s is None else math.ceil(1000 * max(0.0, wait_s))
     return [by_file[file] for file, _ in poll.poll(wait_ms)]
 
 
