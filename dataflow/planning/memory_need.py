@@ -367,8 +367,11 @@ def _forward_pass(operator: Generate, size: ModelSize, nbytes: int, ranks: int) 
     tokens = operator.traits.capacity.prefill_tokens
     context = operator.traits.sampling.context_tokens or size.context
     heads = min(ranks, size.key_value_heads or ranks)
-    gathered = 2 * nbytes * context * size.key_width // heads if context > tokens else 0
-    return tokens * _inferred(size, nbytes, ranks) + gathered + _drawn(operator, size, nbytes)
+    within = tokens * _inferred(size, nbytes, ranks)
+    if context > tokens:
+        beside = 2 * nbytes * tokens * (size.width + size.query_width // ranks)
+        within = max(within, 2 * nbytes * context * size.key_width // heads + beside)
+    return within + _drawn(operator, size, nbytes)
 
 
 def _decode_step(operator: Generate, size: ModelSize, nbytes: int, ranks: int) -> int:

@@ -41,6 +41,7 @@ from operators.ranks.team import (
     expected,
     following,
     forked,
+    in_words,
     leading,
     named,
     next_message,
@@ -118,7 +119,7 @@ def follow(
         )
         while not isinstance(message := next_message(channel, rank, parent, wait_s), Close):
             with (
-                named(channel, rank, parent, type(message).__name__.lower(), watch),
+                named(channel, rank, parent, in_words(type(message)), watch),
                 torch.no_grad(),
             ):
                 if isinstance(message, Compute):

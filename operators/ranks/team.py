@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import faulthandler
 import os
+import re
 import resource
 import shutil
 import signal
@@ -137,6 +138,15 @@ def forked(main: Callable[[int, int], int], keep: Sequence[int] = ()) -> Start:
     return start
 
 
+def in_words(kind: type[object]) -> str:
+    """A kind of message, as people are told of it.
+
+    >>> in_words(SleepDone)
+    'sleep done'
+    """
+    return re.sub(r"\B(?=[A-Z])", " ", kind.__name__).lower()
+
+
 def on_their_hosts(start: Start, places: RankPlaces | None) -> Start:
     """`start` for the ranks of this host; agents start those of other hosts."""
     if places is None or places.starts is None:
@@ -214,7 +224,7 @@ class Team:
 
         Raises WorkerDied when it fails instead, DeadlineError when it is late.
         """
-        wait_s, name = self.limits.start_s if wait_s is None else wait_s, kind.__name__.lower()
+        wait_s, name = self.limits.start_s if wait_s is None else wait_s, in_words(kind)
         try:
             message = self._channels[rank].receive(wait_s)
         except EOFError:
@@ -363,7 +373,7 @@ class Exchange:
         """Have the others put memory aside, or take it again, while rank 0 does so within; over
         when all have.
         """
-        with self.together(f"a {type(message).__name__.lower()}"):
+        with self.together(f"a {in_words(type(message))}"):
             self.tell(message)
             with self._watch.lifted():
                 yield

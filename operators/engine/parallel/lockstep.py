@@ -67,6 +67,7 @@ from operators.ranks.team import (
     expected,
     following,
     forked,
+    in_words,
     leading,
     named,
     next_message,
@@ -400,9 +401,7 @@ def follow(
         message = next_message(channel, rank, parent, wait_s)
         if isinstance(message, Close):
             return
-        with named(
-            channel, rank, parent, f"{type(message).__name__.lower()} {engine.steps + 1}", watch
-        ):
+        with named(channel, rank, parent, f"{in_words(type(message))} {engine.steps + 1}", watch):
             apply(message)
 
 

@@ -31,6 +31,7 @@ from operators.ranks.team import (
     expected,
     following,
     forked,
+    in_words,
     leading,
     named,
     next_message,
@@ -111,7 +112,7 @@ class RankFollower:
             if isinstance(message, Close):
                 self._close()
                 return
-            with named(self._channel, self._rank, parent, type(message).__name__.lower(), watch):
+            with named(self._channel, self._rank, parent, in_words(type(message)), watch):
                 self._apply(message)
             self._poll()
 

@@ -88,9 +88,7 @@ def test_a_trainer_needs_weights_gradients_moments_and_what_its_passes_keep() ->
     assert parts(made, "generator") == {
         "weights": 2 * GIB,
         "KV-cache": KV,
-        "a forward pass": 2048 * 2 * (4 * 2048 + 3 * 8192)
-        + 2 * 2 * 4096 * 1024
-        + 256 * (1 << 16) * 14,
+        "a forward pass": 2048 * 2 * (4 * 2048 + 3 * 8192) + 256 * (1 << 16) * 14,
         "captured steps": (256 + 512) * 2 * (4 * 2048 + 3 * 8192) + 256 * (1 << 16) * 14,
     }
 

@@ -112,13 +112,13 @@ torch.set_num_threads(1)
 from dataflow.limits import Limits
 from dataflow.model import Model
 from dataflow.runtime import Context, RunSettings
-from operators.engine.parallel import launch
+from operators.engine.parallel import lockstep
 from operators.engine.interface import PromptStart
 from operators.generator import Generator
-launch.has_used_cuda = lambda: sys.argv[3] == "interpreter"
+lockstep.has_used_cuda = lambda: sys.argv[3] == "interpreter"
 declaration = Generator(Model(sys.argv[1]), slots=6, context_tokens=64, cache_bytes=1 << 22)
 context = Context(node="generator", run=RunSettings(limits=Limits(exchange_s=10.0)))
-engine = launch.make_parallel(declaration, context, 2).engine
+engine = lockstep.make_parallel(declaration, context, 2).engine
 engine.step([PromptStart(prompt=np.arange(2, 9), limit=40, tickets=[0, 1], seeds=[0, 1])])
 if sys.argv[2] == "in a step":
     layer = engine.model.model.layers[1]
