@@ -439,10 +439,10 @@ def addressed(shares: Sequence[Share], tensor_parallel: int) -> dict[int, Messag
 
 def handed_on(share: Share | None, mesh: TrainerMesh) -> Share:
     """The share of the first rank along "tp", on all of them; None: this is another one."""
-    alike = mesh["tp"].get_group()
-    if alike.size() == 1:
+    if mesh["tp"].size() == 1:
         assert share is not None, "it has no other to take it from"
         return share
+    alike = mesh["tp"].get_group()
     data = None
     if share is not None:
         data = torch.frombuffer(bytearray(CODEC.encode(share)), dtype=torch.uint8)
