@@ -278,8 +278,6 @@ def led(
         watch = group.watched(limits.exchange_s)
         with watch.within():
             own, reading = making.loaded(0, mesh, leading(team, watch))
-        watch.close()
-        watch = group.watched(limits.exchange_s)  # of the groups that loading has made, too
         slices = () if opens is None else met(team, plain_pieces(own.shards))
     exchange = Exchange(team, watch)
     reading.forward = forward = LedForward(reading.forward, exchange)

@@ -24,15 +24,15 @@ from operators.models.heads import key_value_heads
 from operators.models.loading import load_configs, outlined_to_train
 from operators.ranks import group
 from operators.ranks.team import (
-    Build,
     Close,
     Exchange,
-    Load,
-    Loaded,
+    Loading,
     Team,
     expected,
+    following,
     forked,
     in_words,
+    leading,
     named,
     next_message,
     on_their_hosts,
@@ -177,7 +177,7 @@ def follower(
     trainer: TrainerKnobs, context: Context, settings: Mapping[str, Any]
 ) -> Callable[[int, int], int]:
     """As `Spreads.follower`, for what `led` sends."""
-    return following(_making(trainer, dataclasses.replace(trainer.model, **settings), context))
+    return rank_main(_making(trainer, dataclasses.replace(trainer.model, **settings), context))
 
 
 def _making(trainer: TrainerKnobs, model: Model, context: Context) -> Making:
@@ -242,21 +242,25 @@ class Making:
             key_value_heads=self.key_value_heads,
         )
 
-    def loaded(self, rank: int, mesh: TrainerMesh) -> Callable[[], Learner]:
-        """What makes the learner, in step with the other ranks, once all have read the model."""
+    def loaded(self, rank: int, mesh: TrainerMesh, loading: Loading) -> Learner:
+        """The learner, made in step with the other ranks once all have read the model."""
         trainer, context, device = self.trainer, self.context, self.device(rank)
         compute = None if trainer.model.dtype == "float32" else getattr(torch, trainer.model.dtype)
         if self.outline is None:
-            learner = self.make()
-            shard(learner, mesh, compute, device, trainer.model.name)
-            return lambda: learner
-        sharded = read_slices(trainer.model, self.outline, mesh, compute, device)
-        return lambda: learner_of_slices(
-            trainer, sharded, mesh, device, node=context.node, seed=context.run.seed
-        )
+            with loading(True):
+                learner = self.make()
+                shard(learner, mesh, compute, device, trainer.model.name)
+        else:
+            with loading(False):
+                sharded = read_slices(trainer.model, self.outline, mesh, compute, device)
+            learner = learner_of_slices(
+                trainer, sharded, mesh, device, node=context.node, seed=context.run.seed
+            )
+        learner.settle_s = context.run.limits.settle_s
+        return learner
 
 
-def following(making: Making) -> Callable[[int, int], int]:
+def rank_main(making: Making) -> Callable[[int, int], int]:
     """What a fork runs that is a rank behind rank 0, given the number of its socket and its rank;
     its exit status.
     """
@@ -267,14 +271,10 @@ def following(making: Making) -> Callable[[int, int], int]:
             mesh = making.joined(
                 rank, Path(expected(Join, channel, rank, os.getppid(), limits.exchange_s).folder)
             )
-            expected(Load, channel, rank, os.getppid(), limits.exchange_s)
-            make = making.loaded(rank, mesh)
-            channel.send(Loaded())
-            expected(Build, channel, rank, os.getppid(), limits.exchange_s)
             watch = group.watched(limits.exchange_s)
             with named(channel, rank, os.getppid(), "making the learner", watch):
-                learner = make()
-            learner.settle_s = limits.settle_s
+                loading = following(channel, rank, limits.exchange_s, watch)
+                learner = making.loaded(rank, mesh, loading)
             watch.close()
             return learner
 
@@ -311,24 +311,15 @@ def lead(making: Making) -> LedLearner:
     """
     context, limits, ranks = making.context, making.context.run.limits, making.context.devices.ranks
     start = on_their_hosts(
-        forked(following(making), context.devices.turn_files), context.devices.places
+        forked(rank_main(making), context.devices.turn_files), context.devices.places
     )
     team = Team(context.node, ranks, start, limits, CODEC)
     with team.starting():
         team.tell(Join(str(team.folder)))
         mesh = making.joined(0, team.folder)
-        if making.outline is not None:
-            team.tell(Load())
-        make = making.loaded(0, mesh)
-        for rank in range(1, ranks):
-            if making.outline is None:
-                team.tell(Load(), rank)
-            team.answer(rank, Loaded)
-        team.tell(Build())
         watch = group.watched(limits.exchange_s)
         with watch.within():
-            own = make()
-    own.settle_s = limits.settle_s
+            own = making.loaded(0, mesh, leading(team, watch))
     own.together = MeshTogether(mesh, team.fallen, limits.exchange_s)
     return LedLearner(own, Exchange(team, watch), mesh)
 

@@ -250,10 +250,11 @@ def abort_gloo(group: Any, rank: int, size: int) -> None:
     """End all that is under way in a group of gloo's, here and at the other ranks, from any
     thread.
     """
-    if size > 1:
-        # gloo closes every connection of a group once one of its waits has timed out.
+    # gloo closes every connection of a rank once one of its waits has timed out. No wait does where
+    # the other rank has closed the connection before: that fails at once.
+    for step in range(1, size):
         with contextlib.suppress(RuntimeError):
-            nothing = group.recv([torch.empty(1)], (rank + 1) % size, UNUSED_TAG)
+            nothing = group.recv([torch.empty(1)], (rank + step) % size, UNUSED_TAG)
             nothing.wait(datetime.timedelta(milliseconds=1))
 
 
