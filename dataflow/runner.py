@@ -490,14 +490,13 @@ def _limits(limits: Limits, graph: Graph, planned: Plan) -> Limits:
         for operator in graph.operators.values()
         if operator.uses is not None and operator.uses.source in sizes
     ]
-    trainers = [
-        by_way(operator, planned.placements[name].chosen)
-        for name, operator in graph.operators.items()
-    ]
     return limits.for_models(
         max(model_bytes, default=0),
         max((path.nbytes or 0 for path in planned.weight_paths), default=0),
-        compiles=any(trainer.traits.training.compiled for trainer in trainers),
+        compiles=any(
+            by_way(operator, planned.placements[name].chosen).traits.training.compiled
+            for name, operator in graph.operators.items()
+        ),
     )
 
 

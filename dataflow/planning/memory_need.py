@@ -215,10 +215,10 @@ def need_of(
             size.kept_bytes(model.dtype, refresh, model.lora) for refresh in refreshes
         )
     shares = ranks // operator.traits.split.dp_replicate
-    cut_alike = {"adapters", "gradients", "optimiser", "refreshed"} if model.lora else set()
+    of_adapters = {"adapters", "gradients", "optimiser", "refreshed"} if model.lora else set()
     held = size.held_numbers(operator.traits.split.tensor_parallel if operator.trains else 1)
     parts = {
-        name: whole // shares if name in cut_alike else whole * held // (shares * size.parameters)
+        name: whole // shares if name in of_adapters else whole * held // (shares * size.parameters)
         for name, whole in parts.items()
     }
     if shares > 1 and not operator.trains and not isinstance(operator, Generate):

@@ -51,8 +51,8 @@ from operators.ranks.team import (
 from operators.ranks.weights import KINDS, Leader, Take, beside, followed, met, opens_for_ranks
 from operators.training.learner.learner import Forward
 from operators.training.learner.rows import TokenTree
-from operators.training.parallel.launch import device_of
-from operators.training.parallel.mesh import TrainerMesh, make_mesh
+from operators.training.parallel.launch import device_of, joined
+from operators.training.parallel.mesh import TrainerMesh
 from operators.training.parallel.shard import LayerBuffer, cut, swap
 
 if TYPE_CHECKING:
@@ -184,24 +184,11 @@ class _Making:
     opens: OpensWeights | None
     """Where versions come, rank 0's; nowhere for ranks on several hosts."""
 
-    def device(self, rank: int) -> torch.device:
-        """Of a rank, on its host."""
-        share = self.context.devices
-        return (
-            device_of(share.device, rank)
-            if share.places is None
-            else torch.device(share.places.devices[rank])
-        )
-
     def joined(self, rank: int, folder: Path) -> TrainerMesh:
-        """Meet the others; those on other hosts are being started meanwhile."""
-        share, limits = self.context.devices, self.context.run.limits
+        """Meet the others."""
         heads = key_value_heads(load_configs(self.declaration.model)[0])
-        device = self.device(rank)
-        torch.set_num_threads(share.threads)
-        wait_s = limits.exchange_s if share.places is None else limits.start_s
-        group.join(folder, rank, share.ranks, device, wait_s, share.places)
-        return make_mesh(device, share.ranks, tensor_parallel=share.ranks, key_value_heads=heads)
+        ranks = self.context.devices.ranks
+        return joined(self.context, rank, folder, tensor_parallel=ranks, key_value_heads=heads)
 
     def loaded(self, rank: int, mesh: TrainerMesh, loading: Loading) -> tuple[SlicedModel, Reading]:
         """This rank's slices, and what asks them."""
@@ -210,7 +197,7 @@ class _Making:
         def cut_up(module: torch.nn.Module) -> dict[str, Shard]:
             cut(module, mesh, model.name)
             ends = cut_ends(module, mesh["tp"])
-            shards = localized(module, self.device(rank))
+            shards = localized(module, device_of(self.context.devices, rank))
             gather_ends(ends, mesh["tp"])
             return shards
 
@@ -230,7 +217,7 @@ class _Making:
                     channel,
                     rank,
                     None if self.opens is None else self.opens.site,
-                    str(self.device(rank)),
+                    str(device_of(self.context.devices, rank)),
                     {name: shard.local for name, shard in own.shards.items()},
                     plain_pieces(own.shards),
                     limits=limits,

@@ -5,6 +5,7 @@ Axis suffixes as in `head`.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -34,9 +35,13 @@ class RowShare:
     ) -> tuple[Tensor, Tensor, Tensor | None]:
         """Of all rows and pairs, from those of the own ones."""
         columns = [normalizer_U] if entropy_U is None else [normalizer_U, entropy_U]
-        found_U = _AllRows.apply(torch.stack(columns, -1), self)  # type: ignore[no-untyped-call]
-        picked_P = _AllPairs.apply(picked_P, self)  # type: ignore[no-untyped-call]
-        return found_U[:, 0], picked_P, None if entropy_U is None else found_U[:, 1]
+        numbers_U: Tensor = _All.apply(  # type: ignore[no-untyped-call]
+            torch.stack(columns, -1), self.gathered, self.own, self.ranks.size()
+        )
+        picked_P = _All.apply(  # type: ignore[no-untyped-call]
+            picked_P, self.spread, self.pairs, self.ranks.size()
+        )
+        return numbers_U[:, 0], picked_P, None if entropy_U is None else numbers_U[:, 1]
 
     def gathered(self, own: Tensor) -> Tensor:
         """Rows [U, n] of all ranks, from the own ones."""
@@ -74,29 +79,21 @@ class _OwnRows(torch.autograd.Function):
         return ctx.share.gathered(by_own).div_(ctx.share.ranks.size()), None
 
 
-class _AllRows(torch.autograd.Function):
-    """All rows from each rank's own, whose gradient is times the ranks."""
+class _All(torch.autograd.Function):
+    """Of all ranks, from each rank's own, whose gradient is times the ranks."""
 
     @staticmethod
-    def forward(ctx: Any, own: Tensor, share: RowShare) -> Tensor:
-        ctx.share = share
-        return share.gathered(own)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, by_all: Tensor) -> tuple[Tensor, None]:
-        return by_all[ctx.share.own] * ctx.share.ranks.size(), None
-
-
-class _AllPairs(torch.autograd.Function):
-    """As `_AllRows`, of pairs."""
-
-    @staticmethod
-    def forward(ctx: Any, own_P: Tensor, share: RowShare) -> Tensor:
-        ctx.share = share
-        return share.spread(own_P)
+    def forward(
+        ctx: Any,
+        own: Tensor,
+        collect: Callable[[Tensor], Tensor],
+        places: slice | Tensor,
+        ranks: int,
+    ) -> Tensor:
+        ctx.places, ctx.ranks = places, ranks
+        return collect(own)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, by_all_P: Tensor) -> tuple[Tensor, None]:
-        return by_all_P[ctx.share.pairs] * ctx.share.ranks.size(), None
+    def backward(ctx: Any, by_all: Tensor) -> tuple[Tensor, None, None, None]:
+        return by_all[ctx.places] * ctx.ranks, None, None, None

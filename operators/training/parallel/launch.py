@@ -16,7 +16,7 @@ import torch
 
 from dataflow.errors import RunError
 from dataflow.model import Model
-from dataflow.runtime import Context
+from dataflow.runtime import Context, DeviceShare
 from dataflow.system.messages import Channel
 from dataflow.weight_ends import WeightSite, WeightsOut
 from dataflow.worker.weight_ports import offer_beside
@@ -218,33 +218,20 @@ class Making:
     key_value_heads: int = 0
     """Of the model, where its layers are shared out."""
 
-    def device(self, rank: int) -> torch.device:
-        """Of a rank, on its host."""
-        places = self.context.devices.places
-        return (
-            device_of(self.context.devices.device, rank)
-            if places is None
-            else torch.device(places.devices[rank])
-        )
-
     def joined(self, rank: int, folder: Path) -> TrainerMesh:
-        """Meet the others; those on other hosts are being started meanwhile."""
-        trainer, context, device = self.trainer, self.context, self.device(rank)
-        limits, is_spread = context.run.limits, context.devices.places is not None
-        torch.set_num_threads(context.devices.threads)
-        wait_s = limits.start_s if is_spread else limits.exchange_s
-        group.join(folder, rank, context.devices.ranks, device, wait_s, context.devices.places)
-        return make_mesh(
-            device,
-            context.devices.ranks,
-            tensor_parallel=trainer.tensor_parallel,
-            dp_replicate=trainer.dp_replicate,
+        """Meet the others."""
+        return joined(
+            self.context,
+            rank,
+            folder,
+            tensor_parallel=self.trainer.tensor_parallel,
+            dp_replicate=self.trainer.dp_replicate,
             key_value_heads=self.key_value_heads,
         )
 
     def loaded(self, rank: int, mesh: TrainerMesh, loading: Loading) -> Learner:
         """The learner, made in step with the other ranks once all have read the model."""
-        trainer, context, device = self.trainer, self.context, self.device(rank)
+        trainer, context, device = self.trainer, self.context, device_of(self.context.devices, rank)
         compute = None if trainer.model.dtype == "float32" else getattr(torch, trainer.model.dtype)
         if self.outline is None:
             with loading(True):
@@ -286,7 +273,7 @@ def rank_main(making: Making) -> Callable[[int, int], int]:
                 [_here(site, context) for site in sites],
                 rank,
                 ranks,
-                str(making.device(rank)),
+                str(device_of(context.devices, rank)),
                 tensors,
                 largest=largest,
                 limits=limits,
@@ -331,7 +318,37 @@ def _here(site: WeightSite, context: Context) -> WeightSite:
     return dataclasses.replace(site, host=context.devices.places.address)
 
 
-def device_of(first: str, rank: int) -> torch.device:
-    """The device of a rank, where rank 0 has this one."""
-    device = torch.device(first)
+def joined(
+    context: Context,
+    rank: int,
+    folder: Path,
+    *,
+    tensor_parallel: int,
+    dp_replicate: int = 1,
+    key_value_heads: int = 0,
+) -> TrainerMesh:
+    """Meet the other ranks of the worker in a folder; those on other hosts are being started
+    meanwhile. The rest as for `make_mesh`.
+    """
+    share, limits = context.devices, context.run.limits
+    device = device_of(share, rank)
+    torch.set_num_threads(share.threads)
+    wait_s = limits.exchange_s if share.places is None else limits.start_s
+    group.join(folder, rank, share.ranks, device, wait_s, share.places)
+    return make_mesh(
+        device,
+        share.ranks,
+        tensor_parallel=tensor_parallel,
+        dp_replicate=dp_replicate,
+        key_value_heads=key_value_heads,
+    )
+
+
+def device_of(share: DeviceShare, rank: int) -> torch.device:
+    """The device of a rank, on its host; of one on rank 0's, where nobody says, so many after rank
+    0's.
+    """
+    if share.places is not None:
+        return torch.device(share.places.devices[rank])
+    device = torch.device(share.device)
     return torch.device("cuda", (device.index or 0) + rank) if device.type == "cuda" else device
