@@ -107,6 +107,8 @@ class Split:
     """Copies of the model among them."""
     tensor_parallel: int = 1
     """Of them that share out each layer."""
+    apart: bool = False
+    """Whether all of them are processes beside its worker, which then has no part of the model."""
 
     @property
     def least_ranks(self) -> int:

@@ -3,13 +3,14 @@ Its knobs, and what can be wrong with them."""
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any, ClassVar, Literal, Self
 
 import pyarrow as pa
 
-from dataflow.errors import is_number, is_whole
+from dataflow.errors import is_number, is_whole, nearest
 from dataflow.model import Model, holds_adapters
 from dataflow.model_files import template_fault
 from dataflow.node import CapacityTraits, Generate, SamplingTraits, Split, Traits
@@ -20,6 +21,27 @@ from operators.engine.pages import AHEAD, PREFILL_TOKENS
 
 WEIGHTS = ("model", "bfloat16", "int8", "int8_dynamic", "fp8")
 """How a generator's linear layers may compute."""
+_LEFT_OUT = "leave it out"
+OURS = {
+    "model": "name it in Model(...)",
+    "dtype": 'give Model(dtype="...")',
+    "trust_remote_code": "give Model(trust_remote_code=True)",
+    "max_model_len": "give context_tokens=",
+    "max_num_seqs": "give slots=",
+    "tensor_parallel_size": "give tensor_parallel=",
+    "pipeline_parallel_size": f"a replica has one stage here; {_LEFT_OUT}",
+    "data_parallel_size": f"replicas of a node do that; {_LEFT_OUT}",
+    "kv_cache_memory_bytes": "give cache_bytes=",
+    "distributed_executor_backend": _LEFT_OUT,
+    "worker_extension_cls": _LEFT_OUT,
+    "weight_transfer_config": _LEFT_OUT,
+    "logprobs_mode": f"they are those of the distribution that was sampled; {_LEFT_OUT}",
+    "skip_tokenizer_init": _LEFT_OUT,
+    "async_scheduling": f"weights change between two steps; {_LEFT_OUT}",
+    "disable_log_stats": _LEFT_OUT,
+    "speculative_config": f"its log-probabilities are the draft's at times; {_LEFT_OUT}",
+}
+"""vLLM's arguments that follow from other knobs, or from what a run promises, and what to do."""
 TRUNCATION = {"top_k": 0, "top_p": 1.0, "min_p": 0.0}
 """Knobs that leave tokens out, with the values at which they do not."""
 
@@ -86,8 +108,10 @@ class GeneratorKnobs(Generate):
     these, or in main memory, from which it is copied to them between two steps. None: on them,
     where two versions fit."""
     engine: Literal["native", "vllm"] = "native"
-    """Who makes the forward passes: this project's own engine, or vLLM in a process and, if need
+    """Who makes the forward passes: this project's own engine, or vLLM in processes and, if need
     be, an environment of its own (the interpreter that DATAFLOW_VLLM_PYTHON names)."""
+    vllm: Mapping[str, Any] | None = None
+    """Further arguments of vLLM's engine, by its own names, as {"quantization": "fp8"}."""
     sampling_mask: bool | None = None
     """Add the column sampling_mask: for each token, the ids that top_k, top_p and min_p left, for
     the trainer; None: where one of them is given, and this project's engine samples."""
@@ -109,7 +133,7 @@ class GeneratorKnobs(Generate):
     def traits(self) -> Traits:
         """What graphs are checked for, and what a replica takes."""
         return Traits(
-            split=Split(tensor_parallel=self.tensor_parallel),
+            split=Split(tensor_parallel=self.tensor_parallel, apart=self.engine == "vllm"),
             sampling=SamplingTraits(
                 temperature=self.temperature,
                 unrecorded=self._unrecorded,
@@ -259,12 +283,12 @@ class GeneratorKnobs(Generate):
         own = {
             "sampling_mask": False,
             "weights": "model",
-            "tensor_parallel": 1,
             "compile": False,
             "arrives_in": None,
             "prefill_tokens": GeneratorKnobs.prefill_tokens,
         }
         unlike = [knob for knob, value in own.items() if (getattr(self, knob) or value) != value]
+        faults += self._vllm_faults()
         if self.engine == "vllm" and unlike:
             faults.append(
                 f"'{self.name}' runs on vLLM, which does not serve {unlike[0]}, but got"
@@ -314,6 +338,34 @@ class GeneratorKnobs(Generate):
                 f" {self.model.head!r}; "
                 f'give it a Model with head="lm"'
             )
+        return faults
+
+    def _vllm_faults(self) -> list[str]:
+        """What is wrong with vLLM's own arguments."""
+        if self.vllm is None:
+            return []
+        if self.engine != "vllm":
+            return [
+                f"'{self.name}' has arguments for vLLM, but runs on engine={self.engine!r}; found"
+                f' vllm={dict(self.vllm)!r}; leave it out, or use engine="vllm"'
+            ]
+        faults = []
+        known = None
+        if importlib.util.find_spec("vllm") is not None:
+            from vllm.engine.arg_utils import EngineArgs  # type: ignore[import-not-found,unused-ignore]
+
+            known = {field.name for field in fields(EngineArgs)}
+        for name in self.vllm:
+            if name in OURS:
+                faults.append(
+                    f"'{self.name}' gives vLLM {name!r}, which this project decides; found"
+                    f" {self.vllm[name]!r}; {OURS[name]}"
+                )
+            elif known is not None and name not in known:
+                faults.append(
+                    f"'{self.name}' gives vLLM {name!r}, which is none of its arguments"
+                    f"{nearest(name, sorted(known))}; see vLLM's EngineArgs"
+                )
         return faults
 
 

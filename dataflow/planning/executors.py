@@ -226,10 +226,12 @@ def weight_paths(
             placements[feedback.weights.trainer.name],
             placements[feedback.reader.name],
         )
-        if one_process and reader.ranks > 1:
+        is_apart = graph.operators[reader.node].traits.split.apart
+        if one_process and (reader.ranks > 1 or is_apart):
+            how = "in processes of its engine" if is_apart else f"on {reader.ranks} ranks"
             raise GraphError(
-                f"'{reader.node}' is to take trained weights on {reader.ranks} ranks, but a run in"
-                " one process has one of everything; use tensor_parallel=1, or run in processes"
+                f"'{reader.node}' is to take trained weights {how}, but a run in one process has"
+                " one of everything; use one rank of this project's own engine, or run in processes"
             )
         model = graph.operators[trainer.node].uses
         size = sizes.get(model.source) if model else None
@@ -250,8 +252,8 @@ def weight_paths(
             if forced is not None:
                 _check_forced(forced, executor, trainer.node, sources, reader.node, destinations)
                 executor = forced
-            is_apart = len(looked_up.machines | {seat.machine for seat in destinations}) > 1
-            is_link = executor in COLLECTIVE and (forced or is_apart)
+            is_far = len(looked_up.machines | {seat.machine for seat in destinations}) > 1
+            is_link = executor in COLLECTIVE and (forced or is_far)
             link = slow(devices.link_bytes_per_s) if is_link else None
             copies = copies_of(graph, trainer.node, turns, link)
             paths.append(

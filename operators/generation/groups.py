@@ -491,11 +491,9 @@ class PartialRollouts:
 
 
 def partial_rollouts_of(declaration: GeneratorKnobs, context: Context) -> PartialRollouts | None:
-    """Those of a generator that has a run folder, those of earlier processes looked through; None
-    for vLLM, which cannot go on with any.
-    """
+    """Those of a generator that has a run folder, those of earlier processes looked through."""
     folder, ledger = context.folder, context.ledger
-    if folder is None or ledger is None or declaration.engine == "vllm":
+    if folder is None or ledger is None:
         return None
     files = {
         source: PartialRolloutFiles(

@@ -12,9 +12,8 @@ unless a batch of another composition rounds a logit across a mark.
 from __future__ import annotations
 
 import dataclasses
-import json
+import functools
 import os
-import weakref
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -24,16 +23,17 @@ from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
-from torch.multiprocessing.reductions import reduce_tensor
+import xxhash
 
 from dataflow.errors import WorkerDied
 from dataflow.folder.partial_rollouts import PartialRollout
 from dataflow.limits import Limits
 from dataflow.model import Model
-from dataflow.model_files import INDEX, folder_here
+from dataflow.model_files import folder_here
 from dataflow.records import AnyArray
 from dataflow.runtime import Context
 from dataflow.tokens.rollout_tokens import RolloutTokens
+from dataflow.weight_ends import WeightSite
 from operators.engine.budget import host_budget
 from operators.engine.build import BuiltEngine, context_tokens_of, sampling_of
 from operators.engine.interface import (
@@ -44,9 +44,22 @@ from operators.engine.interface import (
     EndedRollout,
     PromptStart,
     Row,
+    begun,
 )
+from operators.engine.parking import new_tokens_of
 from operators.engine.sampler import Sampling
 from operators.engine.stop_strings import StopStrings, stops_of
+from operators.engine.vllm.messages import (
+    Listen,
+    Offered,
+    Open,
+    Ready,
+    Start,
+    Step,
+    Stepped,
+    Update,
+    Updated,
+)
 from operators.engine.vllm.process import (
     INSTALL,
     SERVER,
@@ -54,139 +67,41 @@ from operators.engine.vllm.process import (
     environment_of,
     interpreter,
 )
-from operators.engine.vllm.shared_tensors import attach, lay_out, pack_handle, reserve
 from operators.generator import GeneratorKnobs
 from operators.models.borders import changing_rope
 from operators.models.folders import ModelError
-from operators.models.loading import load_configs, load_model, load_tokenizer
+from operators.models.loading import load_configs, load_tokenizer, on_meta
+from operators.models.slices import NoOutline
+from operators.ranks.weights import opens_for_ranks
+
+__all__ = ["VllmEngine", "VllmWeights", "build_vllm"]
 
 
 @dataclass
 class Live:
     """A rollout that vLLM decodes."""
 
-    start: PromptStart
-    ticket: int
-    age: int
-    seed: int
-    sampling: Sampling
-    stop: StopStrings | None
+    begun: Row
+    """As it started, with what it had drawn before."""
     tokens: list[int] = field(default_factory=list)
+    """Drawn since, and what belongs to each."""
     logprobs: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
 
     def row(self) -> Row:
         """Prompt and completion so far."""
-        before = len(self.start.prompt)
         drawn = RolloutTokens.drawn(
             np.array(self.tokens), np.array(self.logprobs), np.array(self.versions)
         )
-        return Row(
-            ticket=self.ticket,
-            age=self.age,
-            tokens=RolloutTokens.joined([RolloutTokens.given(self.start.prompt), drawn]),
-            start=before,
-            limit=self.start.limit,
-            seed=self.seed,
-            sampling=self.sampling,
-            stop=self.stop,
+        return dataclasses.replace(
+            self.begun, tokens=RolloutTokens.joined([self.begun.tokens, drawn])
         )
-
-
-class VllmWeights:
-    """Full tensors under the trainer's names: in memory that both processes map, or on a GPU that
-    both see.
-    """
-
-    def __init__(self, module: torch.nn.Module, dtype: str, device: str) -> None:
-        """Hold a copy of the module's parameters."""
-        parameters = dict(module.named_parameters())
-        self._file: int | None = None
-        if device == "cpu":
-            layout, size = lay_out(
-                {name: tuple(tensor.shape) for name, tensor in parameters.items()}, dtype
-            )
-            self._file = reserve(size)
-            self._close = weakref.finalize(self, os.close, self._file)
-            self._opening: dict[str, Any] = {"file": self._file, "layout": layout}
-            self.tensors = attach(self._file, layout)
-        else:
-            kind = getattr(torch, dtype)
-            self.tensors = {
-                name: torch.empty_like(p, dtype=kind, device=device)
-                for name, p in parameters.items()
-            }
-            self._opening = {}
-        with torch.no_grad():
-            for name, tensor in self.tensors.items():
-                tensor.copy_(parameters[name])
 
     @property
-    def files(self) -> list[int]:
-        """Open files that vLLM's process must inherit."""
-        return [] if self._file is None else [self._file]
-
-    def opening(self) -> dict[str, Any]:
-        """The first message to vLLM's process."""
-        return self._opening
-
-    def offer(self) -> dict[str, Any]:
-        """The message to vLLM's process at an update: handles, or nothing where it maps the
-        memory.
-        """
-        if self._file is not None:
-            return {}
-        torch.cuda.synchronize()
-        names = list(self.tensors)
-        gpu = str(torch.cuda.get_device_properties(self.tensors[names[0]].device).uuid)
-        return {
-            "names": names,
-            "dtype_names": [
-                str(tensor.dtype).removeprefix("torch.") for tensor in self.tensors.values()
-            ],
-            "shapes": [list(tensor.shape) for tensor in self.tensors.values()],
-            "handles": [{gpu: pack_handle(_handle(tensor))} for tensor in self.tensors.values()],
-        }
-
-    def close(self) -> None:
-        """Close the file; the memory is freed once no process maps it."""
-        self.tensors = {}
-        if self._file is not None:
-            self._close()
-
-
-def _handle(tensor: torch.Tensor) -> tuple[Any, ...]:
-    """What another process opens a CUDA tensor with."""
-    return reduce_tensor(tensor)[1]  # type: ignore[no-untyped-call,no-any-return]
-
-
-def check_names(model: Model, names: Collection[str], folder: Path) -> None:
-    """Refuse a model whose trained names are not those of its files: vLLM loads by the files'
-    names.
-
-    Raises ModelError, for example for a mixture of experts whose experts the trainer holds in one
-    tensor.
-    """
-    stored = _stored(folder)
-    unknown = sorted(set(names) - stored)
-    if unknown:
-        raise ModelError(
-            f"engine 'vllm' cannot take the weights of model '{model.name}': {len(unknown)} of its"
-            f" {len(names)} "
-            f"parameters are not in its files by their names, such as {unknown[:3]}; use"
-            ' engine="native"'
-        )
-
-
-def _stored(folder: Path) -> set[str]:
-    """Names of the tensors in a folder's safetensors files."""
-    if (folder / INDEX).is_file():
-        return set(json.loads((folder / INDEX).read_text("utf-8"))["weight_map"])
-    tensor_names: set[str] = set()
-    for file in folder.glob("*.safetensors"):
-        with file.open("rb") as opened:
-            tensor_names.update(json.loads(opened.read(int.from_bytes(opened.read(8), "little"))))
-    return tensor_names
+    def completion(self) -> AnyArray:
+        """Its tokens."""
+        before = self.begun.tokens.ids[self.begun.start :]
+        return np.concatenate([before, np.array(self.tokens, np.int64)])
 
 
 AHEAD = 1
@@ -195,11 +110,7 @@ waits for us."""
 
 
 class VllmEngine:
-    """Drives one vLLM process; the methods are those of `decode.Engine`, and one thread calls them.
-
-    It keeps nothing of unfinished rollouts (`new_tokens`): a process that comes after it generates
-    them anew.
-    """
+    """Drives one vLLM; the methods are those of `decode.Engine`, and one thread calls them."""
 
     def __init__(
         self,
@@ -213,11 +124,15 @@ class VllmEngine:
         python: str | None = None,
         threads: int = 1,
         device: str = "cpu",
+        ranks: int = 1,
         cache_bytes: int | None = None,
         on_update: Literal["keep", "recompute"] = "keep",
-        eager: bool = True,
         page_tokens: int | None = None,
         prefill_tokens: int = 8192,
+        arguments: Mapping[str, Any] | None = None,
+        site: WeightSite | None = None,
+        attempt: int = 0,
+        limits: Limits | None = None,
         deadline_s: float = Limits.stuck_s,
         start_s: float = Limits.start_s,
         server: Path = SERVER,
@@ -226,27 +141,29 @@ class VllmEngine:
         """Start vLLM for up to `slots` rollouts of at most `context_tokens` tokens.
 
         Args:
-            model: a folder that both transformers and vLLM load; its parameters are what `tensors`
-                holds.
+            model: a folder that both transformers and vLLM load.
             stop: strings at which rollouts end; looked for here, vLLM knows none.
             python: interpreter that has vLLM; None: this one, or the one that DATAFLOW_VLLM_PYTHON
                 names.
-            threads: of vLLM's process, on processors.
-            device: "cpu", or "cuda:N", which vLLM shares with `tensors`.
-            cache_bytes: of vLLM's KV-cache; None: `slots` full rollouts on processors, as far as
-                half of what is free allows, vLLM's own choice on a GPU.
+            threads: of each of vLLM's ranks, on processors.
+            device: "cpu", or "cuda:N", the first of its ranks'.
+            ranks: tensor-parallel ones, each a process with a device of its own.
+            cache_bytes: of each rank's KV-cache; None: `slots` full rollouts on processors, as far
+                as half of what is free allows, vLLM's own choice on a GPU.
             on_update: keep the keys and values of unfinished rollouts when weights change, or
                 recompute them.
-            eager: without torch.compile and CUDA graphs.
             page_tokens: of a page of vLLM's KV-cache; None: 32 on processors, vLLM's own choice on
                 a GPU.
             prefill_tokens: most tokens of one forward pass (at least `slots` and `context_tokens`).
+            arguments: further ones of vLLM's `EngineArgs`, by name.
+            site: where a trainer offers versions, as for other ranks of a reader; None: the weights
+                stay those of the folder.
+            attempt: the scheduler's, at this worker.
             deadline_s: longest wait for one answer of vLLM's process.
             start_s: longest wait until it is ready.
 
         Raises:
-            ModelError: there is no vLLM, it cannot load the model, or it does not know the
-                parameters' names.
+            ModelError: there is no vLLM, or it cannot load the model or take its weights.
         """
         if not isinstance(model, Model):
             model = Model(str(model))
@@ -257,6 +174,10 @@ class VllmEngine:
         self.steps = 0
         self.drawn = 0
         self.looked = 0
+        self.held_s: list[float] = []
+        """What each update took, in which nothing was decoded."""
+        self.tensors: Mapping[str, torch.Tensor] = {}
+        """None: vLLM's ranks take versions themselves."""
         self._stop = stop
         self._deadline_s = deadline_s
         self._ends = frozenset(end_tokens)
@@ -266,48 +187,44 @@ class VllmEngine:
         self._unanswered = 0
         self._born = 0
         self._may_stop: WeakKeyDictionary[StopStrings, AnyArray] = WeakKeyDictionary()
+        self._offered = Offered()
         python = interpreter(python, environment)
-        module = load_model(model)
-        folder = _folder(model)
-        check_names(model, dict(module.named_parameters()), folder)
-        self.vocabulary = int(module.get_output_embeddings().weight.shape[0])  # type: ignore[operator]
-        self._weights = VllmWeights(module, model.dtype, device)
-        self.tensors: dict[str, torch.Tensor] = self._weights.tensors
-        del module
+        shapes, self.vocabulary = _outline(model, site is not None)
         self._process = ServerProcess(
-            [python, str(server)],
-            environment_of(python, threads, device, environment),
-            self._weights.files,
+            [python, str(server)], environment_of(python, threads, device, environment, ranks)
         )
-        request = {
-            "op": "open",
-            "model": str(folder),
-            "dtype": model.dtype,
-            "trust_remote_code": model.trust_remote_code,
-            "slots": slots,
-            "context_tokens": context_tokens,
-            "cache_bytes": cache_bytes,
-            "cache_budget": host_budget(),
-            "page_tokens": page_tokens,
-            "prefill_tokens": prefill_tokens,
-            "on_update": on_update,
-            "eager": eager,
-            "weights": self._weights.opening(),
-        }
+        request = Open(
+            model=str(_folder(model)),
+            dtype=model.dtype,
+            trust_remote_code=model.trust_remote_code,
+            slots=slots,
+            context_tokens=context_tokens,
+            prefill_tokens=prefill_tokens,
+            ranks=ranks,
+            cache_bytes=cache_bytes,
+            cache_budget=host_budget(),
+            page_tokens=page_tokens,
+            recomputes=on_update == "recompute",
+            arguments=dict(arguments or {}),
+            shapes=shapes,
+            site=site,
+            attempt=attempt,
+            limits=limits or Limits(),
+        )
         try:
             self._process.send(request, "starting", start_s)
-            self.about = self._process.receive("loading the model", start_s)
+            self.about = self._process.receive(Ready, "loading the model", start_s)
         except WorkerDied as error:
             self.close()
             missing = f"; install vLLM: {INSTALL}" if "ModuleNotFoundError" in str(error) else ""
             raise ModelError(
                 f"vLLM cannot load model '{model.name}' with {python}: {error}{missing}"
             ) from error
-        if self.about["platform"] != device.partition(":")[0]:
+        if self.about.platform != device.partition(":")[0]:
             self.close()
             raise ModelError(
                 f"engine 'vllm' was asked to decode on {device}, but the vLLM of {python} is built"
-                f" for {self.about['platform']}; name the interpreter of another environment, or"
+                f" for {self.about.platform}; name the interpreter of another environment, or"
                 " another device"
             )
 
@@ -351,10 +268,10 @@ class VllmEngine:
         Raises WorkerDied when vLLM's process ended, failed, or did not answer within the deadline.
         """
         if self._rows or starts:
-            new = [self._begin(start) for start in starts]
-            gone, self._gone = self._gone, []
+            new = tuple(request for start in starts for request in self._begin(start))
+            gone, self._gone = tuple(self._gone), []
             self._process.send(
-                {"op": "step", "starts": new, "aborts": gone}, "asking for a step", self._deadline_s
+                Step(starts=new, aborts=gone), "asking for a step", self._deadline_s
             )
             self._unanswered += 1
         self._settle(AHEAD)
@@ -377,77 +294,98 @@ class VllmEngine:
     def new_tokens(
         self, since: Callable[[int], int], least: int
     ) -> list[tuple[int, PartialRollout]]:
-        """Nothing: rollouts begin anew after a crash, as vLLM starts requests from a prompt
-        alone.
-        """
-        return []
+        """As `decode.Engine.new_tokens`."""
+        grown = [
+            live.row()
+            for ticket, live in self._rows.items()
+            if len(live.begun.tokens) - live.begun.start + len(live.tokens) - since(ticket) >= least
+        ]
+        return new_tokens_of(grown, since, least)
 
-    def adopted(self, version: int) -> None:
-        """New weights of this version are in `tensors`: returns once vLLM has taken them.
+    def offered(self) -> Offered:
+        """What the trainer offers; asked for only while vLLM has no step to make, which tells."""
+        if not self._unanswered:
+            self._process.send(Listen(), "asking for offers", self._deadline_s)
+            self._offered = self._process.receive(Offered, "listening", self._deadline_s)
+        return self._offered
+
+    def update(self) -> int:
+        """Have vLLM's ranks take what is offered; the version in use from then on.
 
         Tokens of steps that were asked for before are told apart by the version that comes with
         them. Raises WorkerDied as `step` does.
         """
-        request = {"op": "update", "version": version, "weights": self._weights.offer()}
-        self._process.send(request, "offering weights", self._deadline_s)
+        self._process.send(Update(), "asking for an update", self._deadline_s)
         self._settle(0)
-        self._process.receive(f"taking version {version}", self._deadline_s)
+        updated = self._process.receive(Updated, "taking a version", self._deadline_s)
+        self._offered = updated.offered
+        self.held_s.append(updated.seconds)
+        return updated.version
+
+    def adopted(self, version: int) -> None:
+        """This version is in use, as `update` has said."""
         self.version = version
 
     def close(self) -> None:
         """End vLLM's process and give up all rollouts."""
         self._rows.clear()
         self._process.close()
-        self._weights.close()
-        self.tensors = {}
 
-    def _begin(self, start: PromptStart) -> dict[str, Any]:
-        """Note the rollouts of a prompt, and the request that starts them."""
-        sampling = start.sampling if start.sampling is not None else self.sampling
-        stop = start.stop if start.stop is not None else self._stop
+    def _begin(self, start: PromptStart) -> list[Start]:
+        """Note the rollouts of a prompt, and the requests that start them: those that have drawn
+        nothing yet together.
+        """
+        rows = begun(start, self._born, self.sampling, self._stop, masks=False)
+        self._born += len(rows)
+        stop = rows[0].stop
         if stop is not None and stop not in self._may_stop:
             self._may_stop[stop] = stop.may_stop(self.vocabulary).numpy()
-        for ticket, seed in zip(start.tickets, start.seeds, strict=True):
-            self._rows[ticket] = Live(start, ticket, self._born, seed, sampling, stop)
-            self._born += 1
-        return {
-            "prompt": start.prompt.astype("<i4").tobytes(),
-            "most": start.limit - len(start.prompt),
-            "tickets": [int(ticket) for ticket in start.tickets],
-            "seeds": [int(seed) for seed in start.seeds],
-            "sampling": dataclasses.asdict(sampling),
-            "ends": sorted(end for end in self._ends if 0 <= end < self.vocabulary),
-        }
+        self._rows |= {row.ticket: Live(row) for row in rows}
+        new = [row for row in rows if len(row.tokens) == row.start]
+        requests = [self._request(new, new[0].tokens.ids)] if new else []
+        return requests + [
+            self._request([row], row.tokens.ids) for row in rows if len(row.tokens) > row.start
+        ]
+
+    def _request(self, rows: Sequence[Row], tokens: AnyArray) -> Start:
+        first = rows[0]
+        return Start(
+            prompt=tokens.astype(np.int32),
+            most=first.limit - len(tokens),
+            tickets=tuple(int(row.ticket) for row in rows),
+            seeds=tuple(_seed(row) for row in rows),
+            sampling=dataclasses.asdict(first.sampling),
+            ends=tuple(sorted(end for end in self._ends if 0 <= end < self.vocabulary)),
+        )
 
     def _settle(self, most: int) -> None:
         """Read answers until at most this many steps are unanswered."""
         while self._unanswered > most:
-            self._note(self._process.receive("decoding", self._deadline_s))
+            self._note(self._process.receive(Stepped, "decoding", self._deadline_s))
             self._unanswered -= 1
 
-    def _note(self, stepped: Mapping[str, Any]) -> None:
+    def _note(self, stepped: Stepped) -> None:
         """What a step drew, and what ended with it."""
-        version = stepped["version"]
-        tickets = np.frombuffer(stepped["tickets"], "<i8").tolist()
-        tokens = np.frombuffer(stepped["tokens"], "<i4").tolist()
-        logprobs = np.frombuffer(stepped["logprobs"], "<f4").tolist()
+        self._offered = stepped.offered
+        tickets = stepped.tickets.tolist()
+        tokens, logprobs = stepped.tokens.tolist(), stepped.logprobs.tolist()
         self.steps += bool(tickets)
         for ticket, token, logprob in zip(tickets, tokens, logprobs, strict=True):
             live = self._rows.get(ticket)
             if live is None:
                 continue
             self.drawn += 1
-            self.looked += len(live.start.prompt) + len(live.tokens)
+            self.looked += len(live.begun.tokens) + len(live.tokens)
             if not np.isfinite(logprob):
                 self._over(live, BROKEN)
                 continue
             live.tokens.append(token)
-            live.logprobs.append(0.0 if live.sampling.temperature == 0.0 else logprob)
-            live.versions.append(version)
+            live.logprobs.append(0.0 if live.begun.sampling.temperature == 0.0 else logprob)
+            live.versions.append(stepped.version)
             text = self._stopped_text(live)
             if text is not None:
                 self._over(live, STOPPED, text)
-        for ticket, reason in zip(stepped["ended"], stepped["reasons"], strict=True):
+        for ticket, reason in zip(stepped.ended, stepped.reasons, strict=True):
             live = self._rows.get(ticket)
             if live is None:
                 continue
@@ -458,21 +396,76 @@ class VllmEngine:
         """The completion before a stop string that its newest token ended; None where there is
         none.
         """
-        token = live.tokens[-1]
-        if live.stop is None or token in self._ends or not self._may_stop[live.stop][token]:
+        token, stop = live.tokens[-1], live.begun.stop
+        if stop is None or token in self._ends or not self._may_stop[stop][token]:
             return None
-        return live.stop.find(np.array(live.tokens))
+        return stop.find(live.completion)
 
     def _over(self, live: Live, reason: int, text: str | None = None) -> None:
         """A rollout has ended; the next step tells vLLM, in case it still runs there."""
-        del self._rows[live.ticket]
-        self._gone.append(live.ticket)
+        del self._rows[live.begun.ticket]
+        self._gone.append(live.begun.ticket)
         self._ended.append(live.row().ended(reason, text))
 
     def _take(self) -> list[EndedRollout]:
         """The rollouts that have ended since the last time."""
         ended, self._ended = self._ended, []
         return ended
+
+
+class VllmWeights:
+    """A `WeightsIn` of which every rank of vLLM is an end: what one of them cannot hold, none takes.
+
+    consumes: offers of the trainer, as vLLM's process tells of them
+    produces: versions in use there
+    waits for: vLLM's process, up to its deadline
+    unblocked by: its answer, or its end
+    """
+
+    socket = None
+
+    def __init__(self, engine: VllmEngine) -> None:
+        self._engine = engine
+        self.version = -1
+        """In use; that of the folder is none of the trainer's."""
+        self.note: Mapping[str, int | float | str] = {}
+        """The trainer's last."""
+
+    def poll(self) -> Offered | None:
+        """As of `WeightsIn`."""
+        offered = self._engine.offered()
+        self.note = offered.note
+        return offered if offered.version >= 0 else None
+
+    def adopt(self) -> int:
+        """As of `WeightsIn`."""
+        self.version = self._engine.update()
+        return self.version
+
+
+def _seed(row: Row) -> int:
+    """Of what a rollout draws from here on: its own, unless it goes on, where vLLM would draw the
+    same noise for other tokens.
+    """
+    drawn = len(row.tokens) - row.start
+    if not drawn:
+        return int(row.seed)
+    return xxhash.xxh3_64_intdigest(f"{int(row.seed)}/{drawn}".encode()) - (1 << 63)
+
+
+def _outline(model: Model, is_trained: bool) -> tuple[dict[str, tuple[int, ...]], int]:
+    """Shapes of the tensors that a trainer sends, by its names, and how many tokens there are."""
+    try:
+        module: Any = on_meta(model, None, None)
+    except NoOutline as reason:
+        if is_trained:
+            raise ModelError(
+                f"engine 'vllm' cannot take weights of model '{model.name}' by their names, as"
+                f' {reason}; use engine="native"'
+            ) from reason
+        return {}, int(load_configs(model)[0].get_text_config().vocab_size)
+    shapes = {name: tuple(tensor.shape) for name, tensor in module.named_parameters()}
+    return shapes, int(module.get_output_embeddings().weight.shape[0])
 
 
 def _folder(model: Model) -> Path:
@@ -497,6 +490,12 @@ def build_vllm(declaration: GeneratorKnobs, context: Context) -> BuiltEngine:
     holder = SimpleNamespace(config=config, generation_config=generation)
     vocabulary = int(config.get_text_config().vocab_size)
     ends, stop = stops_of(tokenizer, holder, declaration.stop, vocabulary, chat=declaration.chat)
+    opens = opens_for_ranks(context.weights.reader)
+    if opens is None and context.weights.reader is not None:
+        raise ModelError(
+            f"'{declaration.name}' runs on vLLM, whose processes take weights themselves; found a"
+            ' run in one process; run it in processes, or use engine="native"'
+        )
     engine = VllmEngine(
         declaration.model,
         slots=declaration.slots,
@@ -506,9 +505,15 @@ def build_vllm(declaration: GeneratorKnobs, context: Context) -> BuiltEngine:
         stop=StopStrings(tokenizer, stop) if stop else None,
         threads=context.devices.threads,
         device=context.devices.device,
+        ranks=declaration.tensor_parallel,
         cache_bytes=declaration.cache_bytes,
         on_update=declaration.on_update,
+        arguments=declaration.vllm,
+        site=None if opens is None else opens.site,
+        attempt=context.life.attempt,
+        limits=context.run.limits,
         start_s=context.run.limits.start_s,
         deadline_s=context.run.limits.stuck_s,
     )
-    return BuiltEngine(engine, tokenizer, ends)
+    reader = None if opens is None else functools.partial(VllmWeights, engine)
+    return BuiltEngine(engine, tokenizer, ends, reader=reader)

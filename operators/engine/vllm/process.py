@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import importlib.util
 import shutil
-import socket
 import subprocess
 import sys
 import weakref
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from dataflow.errors import RunError, WorkerDied
 from dataflow.system.child import Child, started
-from operators.engine.vllm.wire import ServerStream
+from dataflow.system.messages import Channel, flush_all
+from operators.engine.vllm.messages import CODEC, Failed
 from operators.models.folders import ModelError
 
 PYTHON = "DATAFLOW_VLLM_PYTHON"
@@ -28,6 +28,7 @@ INSTALL = (
 SERVER = Path(__file__).with_name("server.py")
 END_S = 30.0
 """What the process has to end by itself."""
+T = TypeVar("T")
 
 
 def interpreter(python: str | None, environment: Mapping[str, str]) -> str:
@@ -58,10 +59,10 @@ def interpreter(python: str | None, environment: Mapping[str, str]) -> str:
 
 
 def environment_of(
-    python: str, threads: int, device: str, base: Mapping[str, str]
+    python: str, threads: int, device: str, base: Mapping[str, str], ranks: int = 1
 ) -> dict[str, str]:
-    """The environment that vLLM's process starts with: one process, `threads` threads, one device,
-    no reports.
+    """The environment that vLLM's process starts with: its scheduler within it, `threads` threads of
+    each rank, as many devices from this one on as there are ranks, no reports.
     """
     inherited = {
         name: value for name, value in base.items() if name not in ("PYTHONPATH", "PYTHONHOME")
@@ -78,60 +79,57 @@ def environment_of(
     kind, _, index = device.partition(":")
     if kind == "cuda":
         visible = base.get("CUDA_VISIBLE_DEVICES", "")
-        settings["CUDA_VISIBLE_DEVICES"] = (
-            visible.split(",")[int(index or 0)] if visible else index or "0"
-        )
+        own = range(int(index or 0), int(index or 0) + ranks)
+        devices = visible.split(",") if visible else [str(at) for at in range(own.stop)]
+        settings["CUDA_VISIBLE_DEVICES"] = ",".join(devices[at] for at in own)
     return {"VLLM_LOGGING_LEVEL": "WARNING", **inherited, **settings}
 
 
 class ServerProcess:
-    """A running server and the stream to it. It ends with this process, as all that it has started
+    """A running server and the channel to it. It ends with this process, as all that it has started
     does: `keeper`, in between, sees to that, whatever state the server is in. They are of this
     process's group: stopped and let go on with it.
     """
 
-    def __init__(
-        self, command: Sequence[str], environment: Mapping[str, str], files: Sequence[int] = ()
-    ) -> None:
-        """Start `command` with the number of its end of the stream as last argument; it inherits
-        `files`.
-        """
-        ours, theirs = socket.socketpair()
+    def __init__(self, command: Sequence[str], environment: Mapping[str, str]) -> None:
+        """Start `command` with the number of its end of the channel as last argument."""
+        channel, theirs = Channel.pair(CODEC)
         with theirs:
             self._child = started(
                 command,
                 end=theirs,
-                keep=files,
                 environment=environment,
                 outlives_s=0.0,
                 words=True,
                 stdin=subprocess.DEVNULL,
             )
-        self._connection = ServerStream(ours)
-        self._end = weakref.finalize(self, _end, self._child, self._connection)
+        self._channel: Channel[Any] = channel
+        self._end = weakref.finalize(self, _end, self._child, channel)
 
     @property
     def pid(self) -> int:
         """The number of the process that keeps it."""
         return self._child.pid
 
-    def send(self, message: dict[str, Any], doing: str, timeout_s: float) -> None:
+    def send(self, message: object, doing: str, timeout_s: float) -> None:
         """Send a request. Raises WorkerDied when the process has ended or does not read."""
         try:
-            self._connection.send(message, timeout_s)
-        except (OSError, TimeoutError) as error:
+            self._channel.post(message)
+            flush_all([self._channel], timeout_s)
+        except OSError as error:
             raise self._lost(error, doing, timeout_s) from error
 
-    def receive(self, doing: str, timeout_s: float) -> dict[str, Any]:
+    def receive(self, kind: type[T], doing: str, timeout_s: float) -> T:
         """The next answer. Raises WorkerDied when the process has ended, failed or is silent for
         `timeout_s`.
         """
         try:
-            message = self._connection.receive(timeout_s)
-        except (OSError, TimeoutError) as error:
+            message = self._channel.receive(timeout_s)
+        except (OSError, EOFError) as error:
             raise self._lost(error, doing, timeout_s) from error
-        if message["op"] == "failed":
-            raise self._died(f"failed while {doing}: {message['error']}")
+        if isinstance(message, Failed):
+            raise self._died(f"failed while {doing}: {message.error}")
+        assert isinstance(message, kind), "answers come in the order of their requests"
         return message
 
     def _lost(self, error: Exception, doing: str, timeout_s: float) -> RunError:
@@ -147,7 +145,7 @@ class ServerProcess:
         return self._died(f"ended while {doing}")
 
     def close(self) -> None:
-        """End the process: by closing the stream, then by force."""
+        """End the process: by closing the channel, then by force."""
         self._end()
 
     def _died(self, event: str) -> RunError:
@@ -165,6 +163,6 @@ class ServerProcess:
         return self._child.last_words or "(nothing)"
 
 
-def _end(child: Child, connection: ServerStream) -> None:
-    connection.close()
+def _end(child: Child, channel: Channel[Any]) -> None:
+    channel.close()
     child.end(END_S)

@@ -16,7 +16,7 @@ from dataflow.errors import WorkerDied
 from operators.engine.interface import ABORTED, BROKEN, STOPPED, TOO_LONG
 from operators.engine.sampler import Sampling
 from operators.engine.stop_strings import StopStrings
-from operators.engine.vllm.engine import VllmEngine
+from operators.engine.vllm.engine import VllmEngine, VllmWeights
 from operators.engine.vllm.process import PYTHON, interpreter
 from operators.models.folders import ModelError
 
@@ -60,33 +60,49 @@ def test_more_rollouts_than_slots_are_decoded_one_after_the_other(scripted, star
     assert (engine.drawn, engine.looked) == (8 * 5, 8 * (3 + 4 + 5 + 6 + 7))
 
 
-def test_tokens_carry_the_version_and_the_weights_that_they_were_drawn_with(scripted, start):
-    engine = scripted()
-    engine.step([start([0], most=30)])
-    engine.step()
-    for version, number in ((3, 2.0), (4, 5.0)):
-        next(iter(engine.tensors.values())).fill_(number)
-        engine.adopted(version)
-        engine.step()
-        engine.step()
-    (row,) = finish(engine)
+def test_tokens_carry_the_version_that_they_were_drawn_with(scripted, start):
+    engine = scripted({"versions": {"3": 3, "6": 4}})
+    weights = VllmWeights(engine)
+    assert weights.poll() is None and weights.version == -1
+    ended = engine.step([start([0], most=30)])
+    taken = []
+    while not ended:
+        offer = weights.poll()
+        if offer is not None:
+            taken.append((offer.version, dict(weights.note)))
+            engine.adopted(weights.adopt())
+            assert weights.version == engine.version == offer.version
+        ended = engine.step()
+    (row,) = ended
     versions, logprobs = row.tokens.versions[3:], row.tokens.logprobs[3:]
-    assert (
-        set(versions.tolist()) == {0, 3, 4}
-        and (np.diff(versions) >= 0).all()
-        and len(versions) == 30
-    )
-    np.testing.assert_array_equal(
-        logprobs, -np.select([versions == 0, versions == 3], [1.0, 2.0], 5.0)
-    )
+    assert taken == [(3, {"dropped": 3}), (4, {"dropped": 6})]
+    assert set(versions.tolist()) == {0, 3, 4} and (np.diff(versions) >= 0).all()
+    np.testing.assert_array_equal(logprobs, -1.0 - versions)
     assert row.tokens.ids[3:].tolist() == list(range(30))
-    assert engine.version == 4
+    assert engine.held_s == [0.25, 0.25]
 
 
-def test_the_tensors_hold_the_folder_s_weights_under_the_trainer_s_names(scripted, make_model):
-    found, expected = scripted().tensors, dict(make_model("llama").named_parameters())
-    assert found.keys() == expected.keys()
-    assert all(found[name].equal(expected[name]) for name in expected)
+def test_a_rollout_goes_on_with_what_an_earlier_process_drew(scripted, start):
+    engine = scripted()
+    engine.step([start([0, 10], most=12)])
+    for _ in range(4):
+        engine.step()
+    grown = dict(engine.new_tokens(lambda ticket: 1, least=2))
+    assert set(grown) == {0, 1} and all(partial.begin == 1 for partial in grown.values())
+    whole = dict(engine.new_tokens(lambda ticket: 0, least=1))
+    assert not engine.new_tokens(lambda ticket: 0, least=99)
+    engine.close()
+    again = start([0, 10, 20], most=12, partial=[whole[0], None, whole[1]])
+    second = scripted()
+    found = drive(second, [again])
+    drawn = len(whole[0].tokens)
+    for ticket, first in ((0, 0), (2, 10)):
+        tokens = found[ticket]["tokens"].tolist()
+        assert tokens[: 3 + drawn] == [7, 8, 9, *range(first, first + drawn)]
+        assert len(tokens) == 3 + 12 and found[ticket]["reason"] == TOO_LONG
+        # it draws on, and not what it drew before
+        assert tokens[3 + drawn] != first
+    assert found[1]["tokens"].tolist() == [7, 8, 9, *range(10, 22)]
 
 
 def test_an_aborted_rollout_keeps_what_it_drew_and_the_others_go_on(scripted, start):
@@ -202,10 +218,3 @@ def test_without_vllm_the_error_has_the_lines_that_install_it(monkeypatch, folde
 def test_the_environment_names_the_interpreter_where_this_one_has_no_vllm(monkeypatch):
     monkeypatch.setitem(sys.modules, "vllm", None)
     assert interpreter(None, {PYTHON: sys.executable}) == sys.executable
-
-
-def test_a_model_whose_parameters_are_stored_under_other_names_is_refused(make_model, tmp_path):
-    make_model("mixtral").save_pretrained(tmp_path)
-    knobs = {"slots": 1, "context_tokens": 8, "sampling": Sampling(), "end_tokens": []}
-    with pytest.raises(ModelError, match=r"are not in its files by their names.*engine=\"native\""):
-        VllmEngine(tmp_path, python=sys.executable, **knobs)
