@@ -1,4 +1,4 @@
-"""Engines on a scripted process, and on vLLM itself where an interpreter with it is named."""
+"""Engines on a scripted process."""
 
 from __future__ import annotations
 
@@ -15,7 +15,6 @@ import pytest
 from operators.engine.interface import PromptStart
 from operators.engine.sampler import Sampling
 from operators.engine.vllm.engine import VllmEngine
-from operators.engine.vllm.process import PYTHON
 
 SCRIPTED = Path(__file__).with_name("scripted.py")
 
@@ -61,39 +60,3 @@ def start() -> Callable[..., PromptStart]:
         )
 
     return make
-
-
-@pytest.fixture(scope="session")
-def wide(
-    tmp_path_factory: pytest.TempPathFactory, make_model: Callable[..., Any], tokenizer: Any
-) -> Path:
-    """A folder with a tiny Llama whose heads are as wide as vLLM's kernels for processors ask."""
-    path = tmp_path_factory.mktemp("wide")
-    make_model("llama", hidden_size=128).save_pretrained(path)
-    tokenizer.save_pretrained(path)
-    return path
-
-
-@pytest.fixture(scope="module")
-def real(wide: Path) -> Iterator[Callable[..., VllmEngine]]:
-    """Makes engines on vLLM, one for each set of knobs."""
-    if PYTHON not in os.environ:
-        pytest.skip(f"{PYTHON} does not name an interpreter that has vLLM")
-    made: dict[str, VllmEngine] = {}
-
-    def make(**knobs: Any) -> VllmEngine:
-        key = repr(knobs)
-        if key not in made:
-            given = {
-                "slots": 8,
-                "context_tokens": 128,
-                "sampling": Sampling(),
-                "end_tokens": [1],
-                **knobs,
-            }
-            made[key] = VllmEngine(wide, python=os.environ[PYTHON], threads=2, **given)
-        return made[key]
-
-    yield make
-    for engine in made.values():
-        engine.close()

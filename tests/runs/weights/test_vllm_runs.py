@@ -1,0 +1,49 @@
+"""Whole runs whose rollouts vLLM decodes; where DATAFLOW_VLLM_PYTHON names an interpreter that has
+it.
+"""
+
+import os
+from pathlib import Path
+
+import pyarrow.compute as pc
+import pytest
+from rigs.graphs import losses, tiny_graph
+from rigs.policy import tiny_policy
+from rigs.sent import Sent
+from test_live_shards import assert_pairs
+
+from dataflow import GraphError, inline, run
+from dataflow.folder.run_folder import RunFolder
+from operators.engine.vllm.process import PYTHON
+
+pytestmark = [
+    pytest.mark.usefixtures("machine", "one_core"),
+    pytest.mark.timeout(900),
+    pytest.mark.slow,
+    pytest.mark.skipif(PYTHON not in os.environ, reason=f"{PYTHON} names no interpreter"),
+]
+
+
+@pytest.fixture(scope="module")
+def wide(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A policy whose heads are as wide as vLLM's kernels for processors ask."""
+    return tiny_policy(tmp_path_factory.mktemp("wide"), layers=2, width=128, heads=4, mlp_width=256)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_vllm_draws_what_the_trainer_computes_and_each_rank_takes_its_part_alone(
+    ranks: int, wide: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sent = Sent(tmp_path / "sent", monkeypatch)
+    graph = tiny_graph(
+        wide, max_staleness=0, generator_knobs={"engine": "vllm", "tensor_parallel": ranks}
+    )
+    result = run(graph, ranks={"trainer": 2}, steps=3, runs=tmp_path / "runs", quiet=True)
+    assert result.verdict.clean, result.verdict.line
+    steps = [line for line in result.metrics if "loss" in line]
+    assert all(line["mismatch"] < 1e-5 for line in steps)
+    for step in (1, 2, 3):
+        rows = RunFolder.open(result.folder).rollouts_of().read(step)
+        versions = pc.list_flatten(rows.column("versions"))
+        assert set(pc.unique(versions).to_pylist()) == {-1, step - 1}
+    assert_pairs(sent, wide, 2, ranks, versions=3)
