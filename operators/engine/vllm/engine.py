@@ -188,6 +188,8 @@ class VllmEngine:
         self._born = 0
         self._may_stop: WeakKeyDictionary[StopStrings, AnyArray] = WeakKeyDictionary()
         self._offered = Offered()
+        self._has_stepped = False
+        """Since `offered` was called last."""
         python = interpreter(python, environment)
         shapes, self.vocabulary = _outline(model, site is not None)
         self._process = ServerProcess(
@@ -268,12 +270,15 @@ class VllmEngine:
         Raises WorkerDied when vLLM's process ended, failed, or did not answer within the deadline.
         """
         if self._rows or starts:
+            if not set(self._gone).isdisjoint(
+                ticket for start in starts for ticket in start.tickets
+            ):
+                self._settle(0)  # what is under way was drawn for rollouts before these
             new = tuple(request for start in starts for request in self._begin(start))
             gone, self._gone = tuple(self._gone), []
-            self._process.send(
-                Step(starts=new, aborts=gone), "asking for a step", self._deadline_s
-            )
+            self._process.send(Step(starts=new, aborts=gone), "asking for a step", self._deadline_s)
             self._unanswered += 1
+            self._has_stepped = True
         self._settle(AHEAD)
         if not self._rows:
             self._settle(0)
@@ -303,8 +308,11 @@ class VllmEngine:
         return new_tokens_of(grown, since, least)
 
     def offered(self) -> Offered:
-        """What the trainer offers; asked for only while vLLM has no step to make, which tells."""
-        if not self._unanswered:
+        """What the trainer offers: as the last step told, or asked for where none was made since."""
+        if self._has_stepped:
+            self._has_stepped = False
+        else:
+            self._settle(0)
             self._process.send(Listen(), "asking for offers", self._deadline_s)
             self._offered = self._process.receive(Offered, "listening", self._deadline_s)
         return self._offered

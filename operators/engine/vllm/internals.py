@@ -166,9 +166,7 @@ class ModelWeights:
         others = (m for m in self._model.modules() if id(m) in taken)
         return own <= {id(p) for m in others for p in m.parameters(recurse=False)}
 
-    def attach(
-        self, pieces: Mapping[str, RankSlice], tensors: Mapping[str, torch.Tensor]
-    ) -> None:
+    def attach(self, pieces: Mapping[str, RankSlice], tensors: Mapping[str, torch.Tensor]) -> None:
         """From where versions are taken."""
         self._slices.pieces, self._slices.tensors = pieces, tensors
 

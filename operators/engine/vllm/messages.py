@@ -135,6 +135,16 @@ class Failed(Message):
 
 
 CODEC: Codec[Any] = Codec(
-    "vllm", 2, Open, Step, Listen, Update, Ready, Offered, Stepped, Updated, Failed,
+    "vllm",
+    2,
+    Open,
+    Step,
+    Listen,
+    Update,
+    Ready,
+    Offered,
+    Stepped,
+    Updated,
+    Failed,
     max_bytes=MOST_BYTES,
 )

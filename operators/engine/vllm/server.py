@@ -160,7 +160,9 @@ class Server:
                 try:
                     self._add(ticket)
                 except Exception as error:
-                    print(f"vLLM does not take rollout {ticket}: {error}", file=sys.stderr, flush=True)
+                    print(
+                        f"vLLM does not take rollout {ticket}: {error}", file=sys.stderr, flush=True
+                    )
                     del self._unprefilled[ticket]
                     ended[ticket] = "error"
         for output in self._engine.step() if self._engine.has_unfinished_requests() else ():
@@ -229,7 +231,9 @@ class Server:
         if offer is None:
             return False
         if self._ranks > 1:
-            entered = self._all("weights_enter", *(offer[k] for k in ("segment", "version", "layout")))
+            entered = self._all(
+                "weights_enter", *(offer[k] for k in ("segment", "version", "layout"))
+            )
             if not all(entered):
                 self._all("weights_decline")
                 return False

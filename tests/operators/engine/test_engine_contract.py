@@ -141,9 +141,7 @@ def served(
         one.close()
 
 
-every_engine = pytest.mark.parametrize(
-    "kind", ["native", pytest.param("vllm-1", marks=NEEDS_VLLM)]
-)
+every_engine = pytest.mark.parametrize("kind", ["native", pytest.param("vllm-1", marks=NEEDS_VLLM)])
 every_layout = pytest.mark.parametrize(
     ("kind", "family"),
     [
@@ -295,8 +293,9 @@ def test_draws_are_as_frequent_as_they_are_likely(served: Any, kind: str) -> Non
     logits = one.policy(0.6)(input_ids=torch.from_numpy(prompt)[None]).logits[0, -1]
     expected = logits.double().softmax(-1).numpy() * 8 * rounds
     seen = expected >= 5
-    joined = np.append(counts[seen], counts[~seen].sum()), np.append(
-        expected[seen], expected[~seen].sum()
+    joined = (
+        np.append(counts[seen], counts[~seen].sum()),
+        np.append(expected[seen], expected[~seen].sum()),
     )
     chi2 = ((joined[0] - joined[1]) ** 2 / joined[1].clip(1e-9)).sum()
     freedom = len(joined[0]) - 1
