@@ -92,6 +92,8 @@ class Slices:
         with torch._C.DisableTorchFunctionSubclass():
             if into.is_meta:  # vLLM counts it
                 return into.copy_(torch.empty(source.shape, dtype=source.dtype, device="meta"))
+            if not into.numel():
+                return into
             return into.copy_(self.of(source._name, source._ops).reshape(into.shape))
 
     def of(self, name: str, operations: Any) -> torch.Tensor:
@@ -138,7 +140,10 @@ class ModelWeights:
                 ) from error
             finally:
                 engine._restore_after_dry_run(None, self._model)
-        self._copies = dict(sink.copies_by_layer)
+        self._copies = {
+            layer: [copy for copy in copies if 0 not in copy.shape]  # a rank beyond the vocabulary
+            for layer, copies in sink.copies_by_layer.items()
+        }
         boxes: dict[str, list[Box]] = defaultdict(list)
         for copies in self._copies.values():
             for copy in copies:
