@@ -411,7 +411,9 @@ class Generator(GeneratorKnobs):
         import operators.generation.runtime
         from operators.models.loading import preload
 
-        if self.tensor_parallel > 1:
+        if self.engine == "vllm":
+            import operators.engine.vllm.engine
+        elif self.tensor_parallel > 1:
             import operators.engine.parallel.lockstep  # noqa: F401
         preload(self.model)
 

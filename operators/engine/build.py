@@ -384,16 +384,16 @@ def context_tokens_of(declaration: GeneratorKnobs, config: Any) -> int:
 
 def make_engine(declaration: GeneratorKnobs, context: Context) -> BuiltEngine:
     """Load model and tokenizer onto the device of `context`; with `tensor_parallel` above 1 this
-    process is rank 0.
+    process is rank 0, unless it is vLLM that has ranks.
 
     Raises ModelError when they cannot be used.
     """
-    if declaration.tensor_parallel > 1:
-        from operators.engine.parallel.lockstep import make_parallel
-
-        return make_parallel(declaration, context, declaration.tensor_parallel)
     if declaration.engine == "vllm":
         from operators.engine.vllm.engine import build_vllm
 
         return build_vllm(declaration, context)
+    if declaration.tensor_parallel > 1:
+        from operators.engine.parallel.lockstep import make_parallel
+
+        return make_parallel(declaration, context, declaration.tensor_parallel)
     return build_native(declaration, context)

@@ -8,8 +8,6 @@ each returns what it has come to, and what it could not do as text.
 from __future__ import annotations
 
 import functools
-import glob
-import os
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -25,8 +23,17 @@ from operators.engine.vllm.internals import ModelWeights
 from operators.engine.vllm.landing import local_shape, slices_of
 from transport.weights.layout.rank_slices import RankSlice
 
-SHARED = Path("/dev/shm")
 EXTENSION = f"{__name__}.RankExtension"
+
+
+def memory_unnamed() -> None:
+    """Take the names of the shared memory that this process maps, and all others of vLLM's by now:
+    so nothing of it is left behind, however they end.
+    """
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        *_, file = line.split(maxsplit=5)
+        if file.startswith("/dev/shm/"):
+            Path(file.removesuffix(" (deleted)")).unlink(missing_ok=True)
 
 
 class RankWeights:
@@ -131,14 +138,8 @@ class RankExtension:
 
     @_told
     def memory_unnamed(self) -> None:
-        """Take the names of what ranks share in memory, which all have open by now: so nothing of
-        it is left behind, however they end.
-        """
-        names = {f"__KMP_REGISTERED_LIB_{os.getpid()}_{os.getuid()}"}
-        if group := os.environ.get("VLLM_DIST_IDENT"):
-            names |= {file.name for file in SHARED.glob(f"{glob.escape(group)}*")}
-        for name in names:
-            (SHARED / name).unlink(missing_ok=True)
+        """As the function."""
+        memory_unnamed()
 
     @_told
     def weights_record(self, shapes: dict[str, list[int]]) -> dict[str, Any]:

@@ -16,6 +16,7 @@ where this file lies, and all others of its own.
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Sequence
 from importlib.machinery import ModuleSpec, PathFinder
@@ -40,8 +41,9 @@ class OwnPackages:
 if __name__ in ("__main__", "__mp_main__"):  # vLLM's ranks read this file, too
     sys.path[:] = [entry for entry in sys.path if Path(entry or ".").resolve() != HERE]
     sys.meta_path.append(OwnPackages)
+    # Intel's OpenMP leaves this behind where a process is killed.
+    Path(f"/dev/shm/__KMP_REGISTERED_LIB_{os.getpid()}_{os.getuid()}").unlink(missing_ok=True)
 
-import os
 import socket
 import time
 import traceback
@@ -86,7 +88,7 @@ class Server:
         from vllm.platforms import current_platform  # type: ignore[import-not-found,unused-ignore]
         from vllm.v1.engine.llm_engine import LLMEngine  # type: ignore[import-not-found,unused-ignore]
 
-        from operators.engine.vllm.rank import EXTENSION
+        from operators.engine.vllm.rank import EXTENSION, memory_unnamed
 
         context, slots = opened.context_tokens, opened.slots
         self.platform = current_platform.device_type
@@ -128,6 +130,7 @@ class Server:
                 config, slots, context, opened.cache_budget // opened.ranks
             )
         self._engine = LLMEngine.from_vllm_config(config, disable_log_stats=True)
+        memory_unnamed()
         self._all("memory_unnamed")
         self.bytes_held: tuple[int, ...] = ()
         self.unseen: tuple[str, ...] = ()

@@ -3,17 +3,21 @@ it.
 """
 
 import os
+from ast import literal_eval
+from math import prod
 from pathlib import Path
+from typing import Any
 
 import pyarrow.compute as pc
 import pytest
-from rigs.graphs import losses, tiny_graph
+from rigs.graphs import tiny_graph
 from rigs.policy import tiny_policy
 from rigs.sent import Sent
-from test_live_shards import assert_pairs
+from test_live_shards import assert_pairs, tensors_of
 
-from dataflow import GraphError, inline, run
+from dataflow import run
 from dataflow.folder.run_folder import RunFolder
+from operators.engine.vllm.engine import VllmEngine
 from operators.engine.vllm.process import PYTHON
 
 pytestmark = [
@@ -35,6 +39,12 @@ def test_vllm_draws_what_the_trainer_computes_and_each_rank_takes_its_part_alone
     ranks: int, wide: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sent = Sent(tmp_path / "sent", monkeypatch)
+
+    def noted(self: VllmEngine, *args: Any, init: Any = VllmEngine.__init__, **given: Any) -> None:
+        init(self, *args, **given)
+        (tmp_path / "about").write_text(f"{self.about.bytes_held}")
+
+    monkeypatch.setattr(VllmEngine, "__init__", noted)
     graph = tiny_graph(
         wide, max_staleness=0, generator_knobs={"engine": "vllm", "tensor_parallel": ranks}
     )
@@ -46,4 +56,12 @@ def test_vllm_draws_what_the_trainer_computes_and_each_rank_takes_its_part_alone
         rows = RunFolder.open(result.folder).rollouts_of().read(step)
         versions = pc.list_flatten(rows.column("versions"))
         assert set(pc.unique(versions).to_pylist()) == {-1, step - 1}
+    whole, own = tensors_bytes(wide), literal_eval((tmp_path / "about").read_text())
+    assert len(own) == ranks
+    assert sum(own) <= whole * 1.1 and max(own) <= whole / ranks * 1.1, "norms are on all ranks"
     assert_pairs(sent, wide, 2, ranks, versions=3)
+
+
+def tensors_bytes(policy: Path) -> int:
+    """Of all tensors of the model."""
+    return sum(4 * prod(shape) for shape, _ in tensors_of(policy).values())
