@@ -401,7 +401,7 @@ WEIGHT_PLANE = (
     Law(
         "no full tensor is gathered",
         "test_no_full_tensor_is_gathered_on_the_weight_plane",
-        "dataflow.worker.weight_ports:_local",
+        "transport.weights.layout.from_torch:_local",
         expression("tensor.detach().full_tensor", "to_local"),
         "offering a rank's own part",
     ),

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from transport.weights.executors.cuda_ipc import CudaIpc
     from transport.weights.executors.local import Hub
     from transport.weights.executors.shared_memory import SharedMemory
+    from transport.weights.rank_reader import RankReader
     from transport.weights.reader import WeightReader
     from transport.weights.sharded.reader import ShardedReader
     from transport.weights.sharded.writer import ShardedWriter
@@ -47,6 +48,7 @@ __all__ = [
     "MessageError",
     "Note",
     "Offer",
+    "RankReader",
     "ReaderStatus",
     "SegmentError",
     "ShardedReader",
@@ -66,6 +68,7 @@ _HEAVY = {
     "CudaIpc": "executors.cuda_ipc",
     "Hub": "executors.local",
     "SharedMemory": "executors.shared_memory",
+    "RankReader": "rank_reader",
     "ShardedReader": "sharded.reader",
     "ShardedWriter": "sharded.writer",
     "WeightReader": "reader",

@@ -286,9 +286,16 @@ class Layout:
         return specs
 
     def flat(self, rank: int) -> FlatLayout:
-        """A rank's local tensors in one flat buffer."""
+        """A rank's local tensors in one flat buffer. LayoutMismatch where it holds none."""
+        local = self.local(rank)
+        into = {
+            alias: self.tensors[name].into
+            for alias, name in self.aliases.items()
+            if alias not in local
+        }
         return FlatLayout.build(
-            [(name, shape, dtype) for name, (shape, dtype) in self.local(rank).items()]
+            [(name, shape, dtype) for name, (shape, dtype) in local.items()],
+            {alias: name for alias, name in into.items() if name in local},
         )
 
     def to_plain(self) -> dict[str, Any]:

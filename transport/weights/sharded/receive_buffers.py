@@ -68,7 +68,7 @@ class ReceiveBuffers:
         not the rank's local ones.
         """
         self._attached = device.mark()
-        self._flat = _flat(layout, rank)
+        self._flat = layout.flat(rank) if layout.local(rank) else None
         self._view, self._device, self.in_host = view, device, in_host
         self._targets: dict[str, list[torch.Tensor]] = {}
         if self._flat is not None:
@@ -200,21 +200,6 @@ class ReceiveBuffers:
         return next(
             buffer for buffer in complete if (buffer.version, buffer.epoch) == (version, epoch)
         )
-
-
-def _flat(layout: Layout, rank: int) -> FlatLayout | None:
-    local = layout.local(rank)
-    if not local:
-        return None
-    into = {
-        alias: layout.tensors[name].into
-        for alias, name in layout.aliases.items()
-        if alias not in local
-    }
-    aliases = {alias: name for alias, name in into.items() if name in local}
-    return FlatLayout.build(
-        [(name, shape, dtype) for name, (shape, dtype) in local.items()], aliases
-    )
 
 
 def _partial(layout: Layout, rank: int) -> list[str]:
