@@ -1,7 +1,7 @@
 """What the weight plane's cost model says of large models on many GPUs: python -m
 bench.weight_plane --simulate.
 
-Model figures, not measurements: `transport.weights.costs.interconnect` says what is in them, and
+Model figures, not measurements: `transport.weights.costs.explain` says what is in them, and
 what is not. Half of the GPUs train, half generate; nodes of 8 with NVLink at 450 GB/s per GPU and
 400 Gb/s per GPU between them, all of it usable. Whether a GPU's memory holds its share is not asked
 (405B in bf16 with TP 8 takes 101 GB).
@@ -28,10 +28,9 @@ import numpy as np
 from rich.console import Console
 
 from bench.report import Report
-from transport.weights.costs.interconnect import Interconnect, cost, gather_and_broadcast
-from transport.weights.layout.layout import Layout
+from transport.weights.costs.explain import Interconnect, cost, gather_and_broadcast
+from transport.weights.layout.layout import Layout, Mesh
 from transport.weights.layout.reshard import CopyPlan, reshard
-from transport.weights.layout.shards import Mesh
 
 Tensors = dict[str, tuple[tuple[int, ...], str]]
 Cuts = Callable[[str], int | None]

@@ -127,7 +127,7 @@ class Opening:
     @property
     def of_rounds(self) -> dict[str, Any]:
         """What both ends of rounds are told."""
-        from transport.weights.protocol.pace import Deadlines
+        from transport.weights.protocol.membership import Deadlines
 
         return {
             "ranks": self.ranks,
@@ -359,7 +359,7 @@ def preload() -> None:
     """
     import transport.weights.encoding
     import transport.weights.layout.from_torch
-    import transport.weights.rank_reader
+    import transport.weights.reader
     import transport.weights.sharded.reader
     import transport.weights.sharded.writer
     import transport.weights.tensor_encoder  # noqa: F401

@@ -488,8 +488,8 @@ WEIGHT_PLANE = (
     Law(
         "a timeout names the waiter and the version",
         "test_a_wait_for_a_version_that_does_not_come_names_what_is_there",
-        "transport:WeightReader.wait",
-        instead("return self.version", "waited"),
+        "transport:ReaderEnd.wait",
+        instead("return self.version", "WaitTimeout"),
         "the error",
     ),
 )

@@ -156,8 +156,7 @@ def test_the_ends_of_the_weight_plane_are_known_by_the_scheduler_s_attempt(
     opened, _ = ports(graph, made, "generator", folder, life=Life(attempt=5))
     end: Any = opened.reader_of("trainer", "generator")(tensors)
     try:
-        member = end._membership if executor == "shared_memory" else end._member
-        assert member.join.incarnation == 5
+        assert end._member.join.incarnation == 5
     finally:
         opened.close()
 

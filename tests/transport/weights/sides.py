@@ -8,9 +8,8 @@ import numpy as np
 import torch
 from hypothesis import strategies as st
 
-from transport.weights.layout.layout import Layout, TensorLayout
+from transport.weights.layout.layout import Layout, Mesh, Shards, TensorLayout
 from transport.weights.layout.plan import CopyPlan
-from transport.weights.layout.shards import Mesh, Shards
 
 Local = dict[int, dict[str, torch.Tensor]]
 """rank -> name -> local tensor"""

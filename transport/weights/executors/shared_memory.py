@@ -27,8 +27,8 @@ import torch
 
 from transport.errors import MessageError
 from transport.weights.errors import SegmentError
+from transport.weights.executors import ReaderSegment, WriterSegment
 from transport.weights.executors.address import LocalAddress, Socket, arrived, flock, sent
-from transport.weights.memory.ports import ReaderSegment, WriterSegment
 from transport.weights.protocol.messages import CODEC, Message, ReaderMessage, WriterMessage
 
 HEADER_BYTES = mmap.PAGESIZE

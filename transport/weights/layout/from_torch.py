@@ -13,8 +13,7 @@ import torch
 from torch.distributed.tensor import DTensor, Partial, Replicate
 
 from transport.weights.errors import LayoutMismatch
-from transport.weights.layout.layout import Layout, TensorLayout
-from transport.weights.layout.shards import Mesh, Shards
+from transport.weights.layout.layout import Layout, Mesh, Shards, TensorLayout
 
 
 def layout_of(

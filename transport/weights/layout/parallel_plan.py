@@ -9,8 +9,7 @@ import re
 from collections.abc import Mapping, Sequence
 
 from transport.weights.errors import LayoutMismatch
-from transport.weights.layout.layout import Layout, Shape, TensorLayout
-from transport.weights.layout.shards import Mesh, Shards
+from transport.weights.layout.layout import Layout, Mesh, Shape, Shards, TensorLayout
 
 Cut = tuple[int | None, int]
 """Dimension that is cut over the ranks (None: each holds the whole), and in how many parts it is

@@ -13,8 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from transport.weights.layout.flat import ITEM_BYTES
-from transport.weights.layout.layout import Layout, TensorLayout
-from transport.weights.layout.shards import Ints, Shards
+from transport.weights.layout.layout import Ints, Layout, Shards, TensorLayout
 
 Box = tuple[slice, ...]
 

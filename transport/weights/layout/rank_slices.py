@@ -12,8 +12,7 @@ import numpy as np
 
 from transport.weights.errors import LayoutMismatch
 from transport.weights.layout.flat import FlatLayout, Shaped
-from transport.weights.layout.layout import Layout, TensorLayout
-from transport.weights.layout.shards import Shards
+from transport.weights.layout.layout import Layout, Shards, TensorLayout
 
 T = TypeVar("T", bound=Shaped)
 

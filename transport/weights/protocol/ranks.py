@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from msgspec.structs import replace
 
-from transport.weights.protocol.membership import GroupMember
+from transport.weights.protocol.membership import Deadlines, FreezeWatch, GroupMember
 from transport.weights.protocol.messages import (
     WHOLE,
     WITHDRAWN,
@@ -39,7 +39,6 @@ from transport.weights.protocol.messages import (
     Welcome,
     WriterMessage,
 )
-from transport.weights.protocol.pace import Deadlines, FreezeWatch
 
 
 @dataclass(frozen=True, kw_only=True)

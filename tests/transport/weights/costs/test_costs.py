@@ -8,11 +8,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from transport.weights.costs.explain import MOST, explain, picture
-from transport.weights.costs.interconnect import Interconnect, amount, cost, gather_and_broadcast
-from transport.weights.layout.layout import Layout
+from transport.weights.costs.explain import (
+    MOST,
+    Interconnect,
+    amount,
+    cost,
+    explain,
+    gather_and_broadcast,
+    picture,
+)
+from transport.weights.layout.layout import Layout, Mesh
 from transport.weights.layout.reshard import reshard
-from transport.weights.layout.shards import Mesh
 
 GB = 10**9
 

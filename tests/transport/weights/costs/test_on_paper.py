@@ -14,7 +14,7 @@ from dataflow.planning.model_size import ModelSize
 from transport.weights import LayoutMismatch
 from transport.weights.costs.__main__ import main
 from transport.weights.costs.decoder import NAMED, STYLES, Decoder
-from transport.weights.costs.interconnect import Interconnect, in_rounds
+from transport.weights.costs.explain import Interconnect, in_rounds
 from transport.weights.costs.on_paper import STATE, OnPaper, RankGrid, on_paper
 from transport.weights.layout.layout import Layout
 from transport.weights.layout.parallel_plan import mesh_layout, tensor_parallel_layout

@@ -21,8 +21,7 @@ from transport.weights import (
     WeightWriter,
 )
 from transport.weights.executors import cuda_ipc, peer_memory, shared_memory
-from transport.weights.executors.cuda_ipc import CudaIpc
-from transport.weights.executors.cuda_memory import CudaMemory
+from transport.weights.executors.cuda_ipc import CudaIpc, CudaMemory
 from transport.weights.executors.peer_memory import HostMemory
 
 from .. import programs

@@ -18,9 +18,8 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from transport.weights import LayoutMismatch
 from transport.weights.layout.from_torch import layout_of
-from transport.weights.layout.layout import Layout
+from transport.weights.layout.layout import Layout, Mesh
 from transport.weights.layout.parallel_plan import mesh_layout, tensor_parallel_layout
-from transport.weights.layout.shards import Mesh
 
 from ..sides import Local, gather_then_shard, same
 

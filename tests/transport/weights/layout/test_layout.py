@@ -10,8 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from transport.weights import LayoutMismatch, MessageError
-from transport.weights.layout.layout import Layout, TensorLayout
-from transport.weights.layout.shards import Mesh, Shards
+from transport.weights.layout.layout import Layout, Mesh, Shards, TensorLayout
 
 from ..sides import MESHES, gather_then_shard, models, sides, whole
 

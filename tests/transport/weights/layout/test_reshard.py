@@ -12,9 +12,8 @@ from hypothesis import strategies as st
 from rigs.examples import examples
 
 from transport.weights import LayoutMismatch
-from transport.weights.layout.layout import Layout
+from transport.weights.layout.layout import Layout, Mesh, Shards
 from transport.weights.layout.reshard import reshard
-from transport.weights.layout.shards import Mesh, Shards
 
 from ..sides import boxes, empty, execute, gather_then_shard, models, same, sides, whole
 

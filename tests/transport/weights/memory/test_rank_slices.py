@@ -22,7 +22,7 @@ from transport.weights import (
     WeightReader,
     WeightWriter,
 )
-from transport.weights.rank_reader import RankReader
+from transport.weights.reader import RankReader
 
 from ..conftest import values
 

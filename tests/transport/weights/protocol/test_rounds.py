@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from transport.weights.protocol.membership import Deadlines
 from transport.weights.protocol.messages import (
     BROKEN,
     CODEC,
@@ -24,7 +25,6 @@ from transport.weights.protocol.messages import (
     StoredValue,
     Verified,
 )
-from transport.weights.protocol.pace import Deadlines
 from transport.weights.protocol.ranks import (
     EndEpoch,
     FormProcessGroup,

@@ -32,7 +32,7 @@ from operators.engine.parallel import lockstep
 from operators.engine.parallel.shards import TensorSlice, distribute
 from transport.weights.layout.from_torch import layout_of
 from transport.weights.layout.parallel_plan import tensor_parallel_layout
-from transport.weights.protocol.pace import Deadlines
+from transport.weights.protocol.membership import Deadlines
 from transport.weights.sharded.reader import ShardedReader
 from transport.weights.sharded.writer import ShardedWriter
 

@@ -15,8 +15,8 @@ import torch
 
 from transport.weights import Layout, Mesh
 from transport.weights.executors.device import TransferDevice
+from transport.weights.protocol.membership import Deadlines
 from transport.weights.protocol.messages import Fenced, FormGroup, Join, StartTransfer
-from transport.weights.protocol.pace import Deadlines
 from transport.weights.protocol.ranks import (
     EndEpoch,
     FormProcessGroup,

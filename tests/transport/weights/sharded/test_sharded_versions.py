@@ -21,7 +21,7 @@ from transport.weights import (
 from transport.weights.executors.device import TransferDevice
 from transport.weights.protocol.messages import BROKEN
 from transport.weights.protocol.ranks import Transfer, TransferOutcome
-from transport.weights.sharded.epoch_thread import EpochThread
+from transport.weights.sharded.control import EpochThread
 from transport.weights.sharded.process_group import CoordinatorStore, Meeting, ProcessGroup
 from transport.weights.sharded.put import Deposit, DepositedChunk
 from transport.weights.sharded.steps import ChunkMessage
@@ -304,7 +304,7 @@ def test_a_second_process_for_one_rank_fences_the_first_for_good(address):
         twin = Group(Layout.whole(MODEL), address)
         trainer.publish(2)
         until(lambda: twin.versions == {2}, twin)
-        with pytest.raises(AddressTaken, match="another process has taken rank 0"):
+        with pytest.raises(AddressTaken, match="another process has taken the place of rank 0"):
             group.readers[0].wait(2, DEADLINE_S)
         twin.close()
 
@@ -539,12 +539,12 @@ class _CountedHost(TransferDevice):
         self.made.append(super().host_memory(nbytes))
         return self.made[-1]
 
-    def copier(self, destinations, sources=None, *, threads=1):
+    def copier(self, destinations, sources=None):
         (memory,) = self.made
         places = {tensor.untyped_storage().data_ptr() for tensor in destinations}
         assert places == {memory.untyped_storage().data_ptr()}
         self.copied += 1
-        return super().copier(destinations, sources, threads=threads)
+        return super().copier(destinations, sources)
 
 
 def test_versions_arrive_in_main_memory_one_at_a_time_where_two_do_not_fit_a_device(tmp_path):
