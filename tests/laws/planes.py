@@ -348,7 +348,7 @@ WEIGHT_PLANE = (
     Law(
         "a transfer goes beside what is computed",
         "test_a_version_of_7b_takes_a_fifth_of_a_second_beside_both_programs[nccl-until_settle]",
-        "transport:GroupExchange._receive",
+        "transport:GroupExchange.receive",
         before("self.reach(self._device.mark(), deadline)", "ask"),
         "one wait for all chunks",
     ),
@@ -356,7 +356,7 @@ WEIGHT_PLANE = (
         "a transfer goes beside what is computed",
         "test_a_version_of_7b_takes_a_fifth_of_a_second_beside_both_programs"
         "[cuda_ipc-until_settle]",
-        "transport:GroupExchange._send",
+        "transport:GroupExchange.send",
         before("sums.cpu()", "known", "staged"),
         "one look for all chunks",
     ),

@@ -1,5 +1,5 @@
 """A plan in lines of text and as a picture, and how long it takes by a model of the links between
-GPUs; what a gather and a broadcast would take instead.
+GPUs.
 
 The model. Rank i of the source sits on GPU i; the destination's ranks sit on GPUs from
 `destination_first` on; every `gpus_per_node` GPUs are a node. Between two ranks bytes go over one
@@ -12,7 +12,6 @@ long as the busiest GPU. Packing, casting and waiting for stragglers are not in 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -143,54 +142,6 @@ def _speeds(links: Interconnect) -> npt.NDArray[np.float64]:
     return np.array([links.local_bytes_per_s, links.within_bytes_per_s, links.between_bytes_per_s])
 
 
-@dataclass(frozen=True, kw_only=True)
-class GatherCost:
-    """The model's estimate for gathering whole tensors and broadcasting them."""
-
-    gather_s: float
-    broadcast_s: float
-    source_bytes: int
-    """That each source rank receives, besides what it holds."""
-    destination_bytes: int
-    """That each destination rank receives."""
-
-    @property
-    def seconds(self) -> float:
-        """One after the other, as where each tensor is gathered and then sent."""
-        return self.gather_s + self.broadcast_s
-
-
-def gather_and_broadcast(
-    nbytes: int, sources: int, destinations: int, links: Interconnect, *, root_links: int = 1
-) -> GatherCost:
-    """The usual way: every source rank gathers each whole tensor, and rank 0 broadcasts it to every
-    destination rank.
-
-    The gather is an ideal all-gather by rings that use every link of a node: a node takes in what
-    it lacks over all of its `between` links together, and each GPU what it lacks over its `within`
-    link, at the same time. The broadcast leaves rank 0 by `root_links` links (one, where no other
-    source rank is in its group), and is passed on in a pipeline that costs nothing more. Both are
-    floors: messages, and tensors too small to fill links, come on top.
-    """
-    per_node = min(sources, links.gpus_per_node)
-    nodes = -(-sources // links.gpus_per_node)
-    lacking = nbytes * (sources - 1) / sources
-    gather = max(
-        lacking / links.within_bytes_per_s,
-        nbytes * (nodes - 1) / nodes / per_node / links.between_bytes_per_s,
-    )
-    apart = links.destinations_from(sources) + destinations > links.gpus_per_node
-    broadcast = nbytes / (
-        root_links * links.between_bytes_per_s if apart else links.within_bytes_per_s
-    )
-    return GatherCost(
-        gather_s=gather if sources > 1 else 0.0,
-        broadcast_s=broadcast,
-        source_bytes=int(lacking),
-        destination_bytes=nbytes,
-    )
-
-
 UNITS = ("B", "KB", "MB", "GB", "TB", "PB")
 
 
@@ -207,13 +158,8 @@ PAIRS_SHOWN = 8
 KINDS_SHOWN = 12
 
 
-def explain(
-    plan: CopyPlan, links: Interconnect | None = None, executors: Mapping[str, int] | None = None
-) -> str:
-    """Who sends how much to whom, in lines of text.
-
-    links: tells the seconds as well. executors: pairs of ranks that each executor serves.
-    """
+def explain(plan: CopyPlan, links: Interconnect | None = None) -> str:
+    """Who sends how much to whom, in lines of text. links: tells the seconds as well."""
     nbytes, copies = plan.pair_bytes, plan.pair_copies
     sources, destinations = nbytes.shape
     pairs = np.count_nonzero(nbytes)
@@ -233,10 +179,6 @@ def explain(
             (nbytes > 0).sum(axis=0),
         ),
     ]
-    if executors:
-        lines.append(
-            "executors: " + ", ".join(f"{name} for {n:,} pairs" for name, n in executors.items())
-        )
     if links is not None:
         estimate = cost(nbytes, links)
         by_link = ", ".join(f"{amount(estimate.link_bytes[kind])} {kind}" for kind in KINDS)

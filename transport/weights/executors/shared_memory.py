@@ -59,18 +59,6 @@ class SharedMemory:
         """Connect to the address."""
         return FileReaderPort(self.place)
 
-    def sweep(self) -> int:
-        """Unlink what a killed writer of this address left in shared memory; the number of
-        segments.
-
-        AddressTaken while its writer is alive.
-        """
-        lock = self.place.claim()
-        try:
-            return self._unlink_segments()
-        finally:
-            self.place.release(lock)
-
     def _claimed(self) -> tuple[Socket, int]:
         """The writer's socket, and the file whose lock it holds."""
         lock = self.place.claim()
@@ -81,12 +69,12 @@ class SharedMemory:
             self.place.release(lock)
             raise
 
-    def _unlink_segments(self) -> int:
+    def _unlink_segments(self) -> None:
+        """Those that a killed writer of this address left."""
         place = self.place
-        stale = [path for path in place.folder.glob(f"{place.prefix}*") if path != place.lock_path]
-        for path in stale:
-            path.unlink(missing_ok=True)
-        return len(stale)
+        for path in place.folder.glob(f"{place.prefix}*"):
+            if path != place.lock_path:
+                path.unlink(missing_ok=True)
 
 
 class _WriterSegment:

@@ -7,7 +7,7 @@ from __future__ import annotations
 import functools
 import itertools
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -94,15 +94,6 @@ class Shards:
         boxes = np.concatenate([self.ranks[:, None], *ended], axis=1)
         first = np.sort(np.unique(boxes, axis=0, return_index=True)[1])
         return Shards(self.ranks[first], *(side[first] for side in ended))
-
-    @classmethod
-    def boxes(cls, ranks: Sequence[int] | Ints, start: Ints, stop: Ints) -> Shards:
-        """Boxes that are local tensors of their own; empty ones are left out."""
-        nonempty = (stop > start).all(axis=1)
-        start, stop = start[nonempty].astype(np.int64), stop[nonempty].astype(np.int64)
-        return cls(
-            np.asarray(ranks, np.int64)[nonempty], start, stop, np.zeros_like(start), stop - start
-        )
 
     @classmethod
     @functools.lru_cache(maxsize=4096)

@@ -178,10 +178,6 @@ class CopyPlan:
         """What a source rank sends, receiver by receiver."""
         return sorted(self.copies(source_rank=rank), key=lambda copy: copy.destination_rank)
 
-    def receives(self, rank: int) -> list[Copy]:
-        """What a destination rank receives, sender by sender."""
-        return sorted(self.copies(destination_rank=rank), key=lambda copy: copy.source_rank)
-
     @property
     def pair_bytes(self) -> Ints:
         """[source ranks, destination ranks]: bytes on the way from each to each."""

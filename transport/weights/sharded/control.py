@@ -33,16 +33,15 @@ from transport.weights.protocol.messages import (
     GetValue,
     MemberMessage,
     Put,
+    StartTransfer,
     StoredValue,
     WriterMessage,
 )
 from transport.weights.protocol.ranks import (
     Action,
     EndEpoch,
-    FormProcessGroup,
     ReaderRank,
     SourceRank,
-    Transfer,
     TransferOutcome,
 )
 from transport.weights.protocol.roster import Outgoing
@@ -58,7 +57,7 @@ class EpochTransfers(Protocol):
         waits for peers.
         """
 
-    def transfer(self, transfer: Transfer, deadline: float) -> TransferOutcome:
+    def transfer(self, transfer: StartTransfer, deadline: float) -> TransferOutcome:
         """Send or receive a version; ends by the deadline."""
 
     def abort(self) -> None:
@@ -77,7 +76,7 @@ class EpochThread(threading.Thread):
         self,
         connect: Callable[[threading.Event], EpochTransfers],
         formed: Callable[[str, str], None],
-        transferred: Callable[[Transfer, TransferOutcome], None],
+        transferred: Callable[[StartTransfer, TransferOutcome], None],
     ) -> None:
         """`connect` is given what `abort` sets, and gives up when it is.
 
@@ -94,7 +93,7 @@ class EpochThread(threading.Thread):
         self._is_late = False
         self.start()
 
-    def transfer(self, transfer: Transfer, deadline: float) -> None:
+    def transfer(self, transfer: StartTransfer, deadline: float) -> None:
         """Begin a transfer; its outcome comes later."""
         self._jobs.put(
             lambda end: self._transferred(transfer, self._transfer(end, transfer, deadline))
@@ -136,7 +135,7 @@ class EpochThread(threading.Thread):
         except ReaderMismatch as error:
             return self._formed(str(error), error.reader)
         except Exception as error:
-            return self._formed(f"{type(error).__name__}: {error}"[:300], "")
+            return self._formed(_in_words(error), "")
         self._end = end
         if self._over.is_set():
             end.abort()
@@ -149,13 +148,13 @@ class EpochThread(threading.Thread):
         return None
 
     def _transfer(
-        self, end: EpochTransfers, transfer: Transfer, deadline: float
+        self, end: EpochTransfers, transfer: StartTransfer, deadline: float
     ) -> TransferOutcome:
         self._deadline = deadline
         try:
             outcome = end.transfer(transfer, deadline)
         except Exception as error:
-            outcome = TransferOutcome(BROKEN, f"{type(error).__name__}: {error}"[:300])
+            outcome = TransferOutcome(BROKEN, _in_words(error))
         finally:
             self._deadline = math.inf
         if outcome.state == BROKEN and self._is_late:
@@ -163,6 +162,10 @@ class EpochThread(threading.Thread):
                 BROKEN, f"it was not over at its deadline: {outcome.fault}"[:300]
             )
         return outcome
+
+
+def _in_words(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}".splitlines()[0][:300]
 
 
 def _prepare(end: EpochTransfers) -> None:
@@ -339,10 +342,10 @@ class ControlThread(threading.Thread):
         """Send the messages and begin the work; the caller holds `changed`."""
         for action in actions:
             match action:
-                case FormProcessGroup():
+                case FormGroup():
                     if not self._closing:  # then nobody would end it
-                        self._open(action.form)
-                case Transfer():
+                        self._open(action)
+                case StartTransfer():
                     if thread := self._threads.get(action.epoch):
                         thread.transfer(action, self._clock() + self._transfer_s)
                 case EndEpoch():
@@ -492,7 +495,7 @@ class ControlThread(threading.Thread):
             with self.changed:
                 self.act(self.member.formed(form.epoch, fault, misfit))
 
-        def transferred(transfer: Transfer, outcome: TransferOutcome) -> None:
+        def transferred(transfer: StartTransfer, outcome: TransferOutcome) -> None:
             with self.changed:
                 self.act(self.member.transferred(transfer.epoch, transfer.round, outcome))
 

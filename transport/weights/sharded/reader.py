@@ -18,11 +18,17 @@ from transport.weights.executors.device import TransferDevice, transfer_device
 from transport.weights.executors.peer_memory import DeviceMemory
 from transport.weights.layout.layout import Layout
 from transport.weights.protocol.membership import Deadlines, VerifiedOffer
-from transport.weights.protocol.messages import BROKEN, DAMAGED, WHOLE, FormGroup, Join
+from transport.weights.protocol.messages import (
+    BROKEN,
+    DAMAGED,
+    WHOLE,
+    FormGroup,
+    Join,
+    StartTransfer,
+)
 from transport.weights.protocol.ranks import (
     GroupVersion,
     ReaderRank,
-    Transfer,
     TransferOutcome,
 )
 from transport.weights.reader import ReaderEnd
@@ -335,7 +341,7 @@ class Receiving:
             with contextlib.suppress(SegmentError, TimeoutError), self._device.beside():
                 self._ahead(self._reader._clock() + self._form_s)
 
-    def transfer(self, transfer: Transfer, deadline: float) -> TransferOutcome:
+    def transfer(self, transfer: StartTransfer, deadline: float) -> TransferOutcome:
         """Receive a version."""
         self._reader._arriving_at = self._reader._clock()
         if self._buffers.is_empty:

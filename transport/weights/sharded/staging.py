@@ -5,9 +5,10 @@ trainer's tensors; those that a reader's rank receives while it computes with an
 from __future__ import annotations
 
 import itertools
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Set
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Literal
 
 import torch
 
@@ -33,32 +34,39 @@ class StagedSums:
     """s1 and s2 of each row, int64[n, 2], where the copies are."""
 
 
-class Staging(Protocol):
+class Staging(ABC):
     """Versions by number."""
 
+    @abstractmethod
     def versions(self) -> set[int]:
         """Those that are whole."""
 
+    @abstractmethod
     def free(self, versions: Set[int]) -> bool:
         """Make room for one more without touching those in `versions`; False when there is none."""
 
+    @abstractmethod
     def fill(self, version: int, tensors: Tensors) -> None:
         """Put a version into the room that `free` has made."""
 
+    @abstractmethod
     def of(self, version: int) -> tuple[int, Tensors]:
         """A version's tensors, and a number that is equal while they lie where they lay."""
 
+    @abstractmethod
     def ready(self, version: int) -> Mark:
         """Behind which its tensors have their values."""
 
+    @abstractmethod
     def copied(self) -> Mark:
         """Behind which nothing that was asked for here reads the trainer's tensors."""
 
+    @abstractmethod
     def sums(self, version: int) -> StagedSums | None:
         """Of what was copied, made in the same pass: what travels is compared with them."""
 
 
-class Snapshots:
+class Snapshots(Staging):
     """Two flat buffers, each filled by one copy that casts, and sums the parts that will travel."""
 
     def __init__(
@@ -83,11 +91,9 @@ class Snapshots:
         self._room = -1
 
     def versions(self) -> set[int]:
-        """Those that are whole."""
         return {version for version in self._held if version >= 0}
 
     def free(self, versions: Set[int]) -> bool:
-        """Make room without touching those in `versions`; False when there is none."""
         open_ = [at for at, version in enumerate(self._held) if version not in versions]
         if len(self._held) < 2:
             self._held.append(-1)
@@ -100,7 +106,6 @@ class Snapshots:
         return True
 
     def fill(self, version: int, tensors: Tensors) -> None:
-        """Put a version into the room."""
         if self._flat is not None:
             if self._room == len(self._views):
                 self._add(self._flat)
@@ -115,7 +120,6 @@ class Snapshots:
         self._held[self._room] = version
 
     def of(self, version: int) -> tuple[int, Tensors]:
-        """Its tensors, and a number that is equal while they lie where they lay."""
         at = self._held.index(version)
         return at, self._views[at] if self._views else {}
 
@@ -141,7 +145,7 @@ class Snapshots:
         self._copiers.append(self._device.copier([named[name][box] for name, box in self._parts]))
 
 
-class BorrowedTensors:
+class BorrowedTensors(Staging):
     """The trainer's own tensors, which it leaves alone until they are settled."""
 
     def __init__(self, device: TransferDevice) -> None:
@@ -153,18 +157,15 @@ class BorrowedTensors:
         self._number = 0
 
     def versions(self) -> set[int]:
-        """Those that are whole."""
         return {self._version} - {-1}
 
     def free(self, versions: Set[int]) -> bool:
-        """Make room without touching those in `versions`; False when there is none."""
         if self._version in versions:
             return False
         self._version = -1
         return True
 
     def fill(self, version: int, tensors: Tensors) -> None:
-        """Put a version into the room."""
         places = [tensor.data_ptr() for tensor in tensors.values()]
         if places != self._places:
             self._places, self._number = places, self._number + 1
@@ -175,7 +176,6 @@ class BorrowedTensors:
         self._ready = self._device.mark()
 
     def of(self, version: int) -> tuple[int, Tensors]:
-        """Its tensors, and a number that is equal while they lie where they lay."""
         assert version == self._version, "a kept version stays"
         return self._number, self._tensors
 

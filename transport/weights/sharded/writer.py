@@ -10,7 +10,6 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from typing import Literal
 
 import torch
@@ -21,8 +20,8 @@ from transport.weights.executors.device import TransferDevice, transfer_device
 from transport.weights.executors.peer_memory import DeviceMemory
 from transport.weights.layout.layout import Layout
 from transport.weights.protocol.membership import Deadlines
-from transport.weights.protocol.messages import WHOLE, FormGroup, Note
-from transport.weights.protocol.ranks import SourceRank, Transfer, TransferOutcome
+from transport.weights.protocol.messages import WHOLE, FormGroup, Note, StartTransfer
+from transport.weights.protocol.ranks import SourceRank, TransferOutcome
 from transport.weights.protocol.roster import ReaderStatus, Sent
 from transport.weights.protocol.rounds import Coordinator
 from transport.weights.sharded.chunks import chunks_from, joint_plan
@@ -357,7 +356,7 @@ class Sending:
     def prepare(self) -> None:
         """Nothing: receivers are asked for their places after each transfer."""
 
-    def transfer(self, transfer: Transfer, deadline: float) -> TransferOutcome:
+    def transfer(self, transfer: StartTransfer, deadline: float) -> TransferOutcome:
         """Send a version."""
         with self._device.beside():
             self._device.after(self._staging.ready(transfer.version))
@@ -375,13 +374,12 @@ class Sending:
             whole = steps = [step for step in steps if step.peer - self._form.sources in taking]
             messages = self._changes(version, steps, deadline) if self._link else steps
         depth = len(messages) if self._deposits else DEPTH
-        outcome = self._exchange.send(messages, self._staging.sums(version), depth, deadline)
-        sent, in_full = self._bytes(messages), self._bytes(whole)
-        if outcome.state == WHOLE:
-            with self._writer._control.changed:
-                for reader, columns in self._form.columns.items():
-                    self._writer._sent[reader] += sum(sent[columns.start : columns.stop])
-        return replace(outcome, sent=sent, whole=in_full)
+        self._exchange.send(messages, self._staging.sums(version), depth, deadline)
+        sent = self._bytes(messages)
+        with self._writer._control.changed:
+            for reader, columns in self._form.columns.items():
+                self._writer._sent[reader] += sum(sent[columns.start : columns.stop])
+        return TransferOutcome(WHOLE, sent=sent, whole=self._bytes(whole))
 
     def _bytes(self, messages: Sequence[Outbound]) -> list[int]:
         """By rank of the readers."""

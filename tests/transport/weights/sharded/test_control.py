@@ -4,7 +4,6 @@ import threading
 import time
 
 from transport.weights.protocol.messages import FormGroup
-from transport.weights.protocol.ranks import FormProcessGroup
 from transport.weights.sharded.control import ControlThread
 
 FORM = FormGroup(
@@ -23,7 +22,7 @@ class Late:
         if self.told or not self.control._closing:
             return []
         self.told += 1
-        return [FormProcessGroup(form=FORM)]
+        return [FORM]
 
 
 def test_no_epoch_begins_while_a_rank_closes():
