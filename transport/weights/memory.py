@@ -7,6 +7,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from math import prod
 
 import numpy as np
@@ -20,7 +21,7 @@ from transport.native.sums import folded
 from transport.weights.errors import LayoutMismatch
 from transport.weights.executors import ReaderPort, ReaderSegment, WriterSegment
 from transport.weights.layout.flat import ITEM_BYTES, FlatLayout
-from transport.weights.layout.rank_slices import LocalTensor, RankSlice, local_tensors
+from transport.weights.layout.rank_slices import RankSlice
 from transport.weights.protocol.messages import Offer, Upcoming
 
 
@@ -108,8 +109,72 @@ NAPS = 2
 with the writer."""
 
 
+@dataclass(frozen=True)
+class LocalTensor:
+    """A local tensor, and what it holds of the full one."""
+
+    local: torch.Tensor
+    shape: tuple[int, ...]
+    """Of the full tensor, which is what the layout tells."""
+    dim: int = 0
+    runs: tuple[tuple[int, int], ...] | None = None
+    """Ranges along it, end to end in the local tensor; None: all of it."""
+
+    @classmethod
+    def of(cls, name: str, local: torch.Tensor, part: RankSlice | None, whose: str) -> LocalTensor:
+        """LayoutMismatch where the slice does not lie in its full shape, or gives another shape."""
+        if part is None:
+            return cls(local, tuple(local.shape))
+        shape, dim = tuple(part[0]), part[1]
+        runs = tuple((first, last) for first, last in part[2])
+        expected = list(shape)
+        if dim is not None:
+            if not 0 <= dim < len(shape) or any(
+                not 0 <= first <= last <= shape[dim] for first, last in runs
+            ):
+                raise LayoutMismatch(
+                    f"{whose} holds a slice of '{name}' that does not lie in it; found"
+                    f" {list(map(list, runs))} along dimension {dim} of {list(shape)}; cut it anew"
+                )
+            expected[dim] = sum(last - first for first, last in runs)
+        if list(local.shape) != expected:
+            raise LayoutMismatch(
+                f"{whose} has another shape for its slice of '{name}'; found {list(local.shape)},"
+                f" but ranges {list(map(list, runs))} along dimension {dim} of {list(shape)} make"
+                f" {expected}; cut it anew"
+            )
+        return cls(local, shape) if dim is None else cls(local, shape, dim, runs)
+
+    def places(self, full: torch.Tensor) -> Pairs:
+        """Of each run; of a single one the local tensor itself."""
+        if self.runs is None:
+            return [(self.local, full)]
+        pairs, at = [], 0
+        for first, last in self.runs:
+            own = self.local
+            if len(self.runs) > 1:
+                own = own.detach().narrow(self.dim, at, last - first)
+            pairs.append((own, full.narrow(self.dim, first, last - first)))
+            at += last - first
+        return pairs
+
+
 Pairs = list[tuple[torch.Tensor, torch.Tensor]]
 """(destination, source)."""
+
+
+def flips_and_copies(pairs: Pairs, *, view: bool) -> tuple[Pairs, Pairs]:
+    """Which destinations become views of their sources, and which are copied to. `view`: parameters
+    that hold a source whole, in its dtype and on its device, become views.
+    """
+    flips: Pairs = []
+    copies: Pairs = []
+    for target, source in pairs:
+        same = target.dtype == source.dtype and target.device == source.device
+        is_parameter = isinstance(target, torch.nn.Parameter)
+        flip = view and is_parameter and same and source.is_contiguous()
+        (flips if flip else copies).append((target, source))
+    return flips, copies
 
 
 class Mapped:
@@ -119,27 +184,17 @@ class Mapped:
         self,
         segment: ReaderSegment,
         layout: FlatLayout,
-        targets: list[list[LocalTensor[torch.Tensor]]],
+        targets: list[list[LocalTensor]],
         view: bool,
     ) -> None:
         self.segment, self.layout = segment, layout
-        self.flips: Pairs = []
-        self.copies: Pairs = []
-        for full, tied in zip(views(layout, segment.buffer), targets, strict=True):
-            for part in tied:
-                for target, source in _places(part, full):
-                    whole = (
-                        target is part.local
-                        and isinstance(target, torch.nn.Parameter)
-                        and source.is_contiguous()
-                    )
-                    flip = (
-                        view
-                        and whole
-                        and target.device == source.device
-                        and target.dtype == source.dtype
-                    )
-                    (self.flips if flip else self.copies).append((target, source))
+        pairs = [
+            pair
+            for full, tied in zip(views(layout, segment.buffer), targets, strict=True)
+            for part in tied
+            for pair in part.places(full)
+        ]
+        self.flips, self.copies = flips_and_copies(pairs, view=view)
 
     @property
     def is_followed(self) -> bool:
@@ -220,9 +275,9 @@ class Attached:
         self.torn = False
         """Whether a version was taken in half, by an error."""
         self._port, self._whose, self._view = port, whose, view
-        self._parts: dict[str, LocalTensor[torch.Tensor]] | None = None
+        self._parts: dict[str, LocalTensor] | None = None
         self._layout: FlatLayout | None = None
-        self._targets: list[list[LocalTensor[torch.Tensor]]] = []
+        self._targets: list[list[LocalTensor]] = []
         self._mapped: dict[str, Mapped] = {}
         self._inside: Mapped | None = None
 
@@ -234,8 +289,19 @@ class Attached:
     def name(
         self, tensors: Mapping[str, torch.Tensor], slices: Mapping[str, RankSlice] | None
     ) -> None:
-        """These are the tensors. LayoutMismatch when a slice does not fit its own."""
-        self._parts = local_tensors(tensors, slices, self._whose)
+        """These are the tensors; one without a slice is whole. LayoutMismatch when a slice does not
+        fit its own, or is of none.
+        """
+        slices = slices or {}
+        for name in slices.keys() - tensors.keys():
+            raise LayoutMismatch(
+                f"{self._whose} names a slice of a tensor that it does not have; found '{name}';"
+                " give slices of its tensors alone"
+            )
+        self._parts = {
+            name: LocalTensor.of(name, tensor, slices.get(name), self._whose)
+            for name, tensor in tensors.items()
+        }
 
     def bind(self, layout: FlatLayout | None) -> None:
         """Find the tensors in this layout, once both are known; no segment may be in use but the
@@ -328,18 +394,3 @@ class Attached:
         mapped.segment.leave()
         if mapped not in self._mapped.values():
             mapped.segment.close()
-
-
-def _places(
-    part: LocalTensor[torch.Tensor], full: torch.Tensor
-) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """(destination, source) of each run; of a single one the local tensor itself."""
-    if part.runs is None:
-        yield part.local, full
-        return
-    for at, first, length in part.cuts():
-        whole = len(part.runs) == 1
-        yield (
-            part.local if whole else part.local.detach().narrow(part.dim, at, length),
-            full.narrow(part.dim, first, length),
-        )

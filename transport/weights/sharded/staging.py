@@ -18,7 +18,7 @@ from transport.weights.executors.device import Mark, TransferDevice
 from transport.weights.executors.peer_memory import PeerMemory
 from transport.weights.layout.flat import ITEM_BYTES, FlatLayout
 from transport.weights.layout.layout import Layout
-from transport.weights.memory import copy, copying, views
+from transport.weights.memory import copy, copying, flips_and_copies, views
 from transport.weights.protocol.messages import BROKEN, WHOLE
 from transport.weights.sharded.chunks import PlaceKey, place, split_shape
 
@@ -368,13 +368,12 @@ class ReceiveBuffers:
         if self._flat is None:
             return
         buffer = self._whole(version, epoch)
-        flips: list[tuple[torch.Tensor, torch.Tensor]] = []
-        copies: list[tuple[torch.Tensor, torch.Tensor]] = []
-        for name, source in buffer.views.items():
-            for target in self._targets[name]:
-                same = target.dtype == source.dtype and target.device == source.device
-                flip = self._view and same and isinstance(target, torch.nn.Parameter)
-                (flips if flip else copies).append((target, source))
+        pairs = [
+            (target, source)
+            for name, source in buffer.views.items()
+            for target in self._targets[name]
+        ]
+        flips, copies = flips_and_copies(pairs, view=self._view)
         if copies:
             copy([target for target, _ in copies], [source for _, source in copies])
         for target, source in flips:
