@@ -6,115 +6,23 @@ from __future__ import annotations
 
 import logging
 import time
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
-from typing import Any, Generic, Literal, TypeVar
+from typing import Any, Literal
 
 import torch
 import zmq
 
-from transport.errors import PeerGone, WaitTimeout
-from transport.weights.errors import AddressTaken, ChecksumMismatch, LayoutMismatch, WeightError
+from transport.weights.errors import ChecksumMismatch, WeightError
 from transport.weights.executors import Site
 from transport.weights.executors.shared_memory import SharedMemory
 from transport.weights.layout.flat import FlatLayout
 from transport.weights.layout.rank_slices import RankSlice
 from transport.weights.memory import NAP_S, Arrival, Attached, Mapped
-from transport.weights.protocol.membership import GroupMember, Timing, VerifiedOffer
-from transport.weights.protocol.messages import Note, Offer
+from transport.weights.protocol.membership import ReaderEnd, Timing, VerifiedOffer
+from transport.weights.protocol.messages import Offer
 from transport.weights.protocol.segments import SegmentReader
 
 log = logging.getLogger(__name__)
-
-Member = TypeVar("Member", bound=GroupMember)
-
-
-class ReaderEnd(ABC, Generic[Member]):
-    """A reader's end that has a seat at the writer: what it is told, and waiting for a version."""
-
-    _member: Member
-
-    def __init__(self, whose: str, clock: Callable[[], float]) -> None:
-        """`whose`: for errors."""
-        self._whose, self._clock, self._closed = whose, clock, False
-
-    @property
-    def version(self) -> int:
-        """The version that the attached tensors hold, -1 for none."""
-        return -1 if self._is_torn else self._member.version
-
-    @property
-    def epoch(self) -> int:
-        """The epoch under which the writer let this reader in, 0 before."""
-        return self._member.epoch
-
-    @property
-    def note(self) -> Note:
-        """The newest note of the writer."""
-        return dict(self._member.note)
-
-    @property
-    def silent_s(self) -> float:
-        """Seconds since the writer was last heard; infinite if never."""
-        return self._clock() - self._member.heard
-
-    @abstractmethod
-    def poll(self) -> object | None:
-        """What may be adopted, or None. Never waits."""
-
-    @abstractmethod
-    def adopt(self) -> int:
-        """Make it the attached tensors' value; the version now held."""
-
-    def wait(self, version: int, timeout_s: float) -> int:
-        """Poll and adopt until this version, or a newer one, is held; the version held.
-
-        PeerGone when the writer was not heard in all that time, WaitTimeout when it was but had
-        none.
-        """
-        begun = self._clock()
-        while True:
-            if self.poll():
-                self.adopt()
-            if self.version >= version:
-                return self.version
-            remaining_s = begun + timeout_s - self._clock()
-            if remaining_s <= 0:
-                break
-            self._rest(min(remaining_s, 0.05))
-        is_alive = self._member.heard >= begun
-        progress = f"version {self.version}" if is_alive else "no word from the writer"
-        hint = "at what holds the trainer up" if is_alive else "whether the trainer is alive"
-        raise (WaitTimeout if is_alive else PeerGone)(
-            f"{self._whose} waited {timeout_s:g} s for weights of version {version}; found"
-            f" {progress}; look {hint}"
-        )
-
-    @property
-    @abstractmethod
-    def _is_torn(self) -> bool:
-        """Whether a version was taken in half, by an error."""
-
-    @abstractmethod
-    def _rest(self, timeout_s: float) -> None:
-        """Until there may be something to adopt, at most that long."""
-
-    def _check(self) -> None:
-        """Raise what ends this reader for good."""
-        self._require_open()
-        if self._member.replaced:
-            raise AddressTaken(
-                f"another process has taken the place of {self._whose}; found this one fenced off"
-                " for good; give each reader its own name"
-            )
-        if self._member.denied:
-            raise LayoutMismatch(
-                f"{self._whose} cannot take the trainer's weights; {self._member.denied}"
-            )
-
-    def _require_open(self) -> None:
-        if self._closed:
-            raise WeightError("this reader is closed; found a call after close; make a new one")
 
 
 class WeightReader(ReaderEnd[SegmentReader]):
@@ -171,11 +79,6 @@ class WeightReader(ReaderEnd[SegmentReader]):
         self._returning: Mapped | None = None
         """The segment of it that was entered once more."""
         self._keeps = on_damage == "keep"
-
-    @property
-    def layout(self) -> FlatLayout | None:
-        """The writer's layout, once it has answered."""
-        return self._layout
 
     @property
     def socket(self) -> zmq.Socket[bytes] | None:
@@ -273,11 +176,8 @@ class WeightReader(ReaderEnd[SegmentReader]):
         self._arrival, self._held = None, offer
         arrival.stop()
         self._attached.take(arrival.mapped)
-        taken_s = (
-            self._clock() - self._heard[2]
-            if self._heard[:2] == (offer.segment, offer.version)
-            else 0.0
-        )
+        is_known = self._heard[:2] == (offer.segment, offer.version)
+        taken_s = self._clock() - self._heard[2] if is_known else 0.0
         self._port.send(self._member.committed(offer, taken_s))
         return self.version
 
@@ -362,10 +262,9 @@ class WeightReader(ReaderEnd[SegmentReader]):
 
     def _shown(self, entered: Offer) -> VerifiedOffer:
         """The message to this reader's other ranks about a version that this rank is inside of."""
-        layout, sent_layout = self._layout, self._told
-        assert layout is not None, "it has a segment"
-        self._told = layout
-        news = None if layout is sent_layout else layout.to_plain()
+        assert self._layout is not None, "it has a segment"
+        news = None if self._layout is self._told else self._layout.to_plain()
+        self._told = self._layout
         return VerifiedOffer(version=entered.version, segment=entered.segment, layout=news)
 
     def _bind(self) -> None:

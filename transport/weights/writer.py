@@ -70,8 +70,7 @@ class WeightWriter:
     @property
     def version(self) -> int:
         """The newest version that readers are offered, -1 for none."""
-        front = self._offers.front
-        return front.version if front else -1
+        return self._offers.newest
 
     @property
     def pending(self) -> int | None:

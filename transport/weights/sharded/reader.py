@@ -17,7 +17,7 @@ from transport.weights.errors import SegmentError, WeightError
 from transport.weights.executors.device import TransferDevice, transfer_device
 from transport.weights.executors.peer_memory import DeviceMemory
 from transport.weights.layout.layout import Layout
-from transport.weights.protocol.membership import Deadlines, VerifiedOffer
+from transport.weights.protocol.membership import Deadlines, ReaderEnd, VerifiedOffer
 from transport.weights.protocol.messages import (
     BROKEN,
     DAMAGED,
@@ -31,7 +31,6 @@ from transport.weights.protocol.ranks import (
     ReaderRank,
     TransferOutcome,
 )
-from transport.weights.reader import ReaderEnd
 from transport.weights.sharded.chunks import chunks_to, joint_plan
 from transport.weights.sharded.control import ControlThread, MemberSocket, NetworkEnd
 from transport.weights.sharded.delta import WHOLE_CHUNK, Gathered, Patch, patches

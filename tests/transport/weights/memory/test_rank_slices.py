@@ -118,7 +118,7 @@ def test_slices_by_rows_are_views_of_the_segment_and_all_others_are_copies(place
     writer.publish(1, full(1))
     place.settle(writer, reader, adopt=False)
     offer = reader.verify()
-    assert rank.enter(offer.segment, offer.version, reader.layout.to_plain())
+    assert rank.enter(offer.segment, offer.version, reader._layout.to_plain())
     rank.adopt()
     reader.adopt()
     for held, end in ((own, reader), (other, rank)):
@@ -157,7 +157,7 @@ def test_after_close_a_rank_keeps_its_version_in_memory_of_its_own(place, compan
     writer.publish(1, full(1))
     place.settle(writer, reader, adopt=False)
     offer = reader.verify()
-    assert rank.enter(offer.segment, offer.version, reader.layout.to_plain())
+    assert rank.enter(offer.segment, offer.version, reader._layout.to_plain())
     assert rank.adopt() == rank.version == 1
     buffer = rank._attached._inside.segment.buffer
     rank.close()
