@@ -26,6 +26,7 @@ from transport.numbered import Numbered
 from transport.security import RunKeys
 from transport.weights.errors import ReaderMismatch
 from transport.weights.executors.address import HostAddress, LocalAddress, arrived, sent
+from transport.weights.protocol.membership import Deadlines
 from transport.weights.protocol.messages import (
     BROKEN,
     CODEC,
@@ -305,8 +306,7 @@ class ControlThread(threading.Thread):
         connect: Callable[[FormGroup, Meeting], EpochTransfers],
         *,
         line: MemberSocket | None,
-        heartbeat_s: float,
-        transfer_s: float,
+        deadlines: Deadlines,
         clock: Callable[[], float],
         coordinator: Coordinator | None = None,
         listener: CoordinatorSocket | None = None,
@@ -327,7 +327,7 @@ class ControlThread(threading.Thread):
         self._connect, self._line, self._listener, self._clock = connect, line, listener, clock
         self._heard, self._host = heard, host
         self._followed = clock()
-        self._heartbeat_s, self._transfer_s = heartbeat_s, transfer_s
+        self._deadlines = deadlines
         self._threads: dict[int, EpochThread] = {}
         self._stores: dict[int, CoordinatorStore] = {}
         self._ending: list[EpochThread] = []
@@ -347,7 +347,7 @@ class ControlThread(threading.Thread):
                         self._open(action)
                 case StartTransfer():
                     if thread := self._threads.get(action.epoch):
-                        thread.transfer(action, self._clock() + self._transfer_s)
+                        thread.transfer(action, self._clock() + self._deadlines.transfer_s)
                 case EndEpoch():
                     self._stores.pop(action.epoch, None)
                     if thread := self._threads.pop(action.epoch, None):
@@ -440,11 +440,14 @@ class ControlThread(threading.Thread):
             if closing:
                 return
             if not self._inbox:
-                poller.poll(max(1, int(self._heartbeat_s * 250)))
+                poller.poll(max(1, int(self._deadlines.heartbeat_s * 250)))
 
     def _follow(self, now: float) -> None:
         """Look for a silent coordinator elsewhere: it may have been restarted."""
-        if self._line and now - max(self.member.heard, self._followed) >= 2 * self._heartbeat_s:
+        if (
+            self._line
+            and now - max(self.member.heard, self._followed) >= 2 * self._deadlines.heartbeat_s
+        ):
             self._followed = now
             self._line.follow()
 

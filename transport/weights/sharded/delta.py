@@ -129,6 +129,7 @@ def diff(
     old: torch.Tensor, new: torch.Tensor, *, base: int, limit: int | None = None
 ) -> Delta | None:
     """The smallest delta from one buffer to another; None where it has `limit` bytes or more.
+    Nothing is scanned for a limit of 0.
 
     Both are dense uint8[n] that begin at a multiple of 8 bytes. `base`: the version of `old`.
     WeightError when they differ in size.
@@ -138,6 +139,8 @@ def diff(
             f"only versions of one layout have a delta; found buffers of {len(old)} and {len(new)}"
             " bytes; send the first version of a layout in full"
         )
+    if limit == 0:
+        return None
     nbytes = len(new)
     differing = differences(old, new, (nbytes if limit is None else limit) // (2 * WORD))
     wheres = {
@@ -173,23 +176,6 @@ def diff(
         where=wheres[unit],
         values=torch.cat([values, new[nbytes // unit * unit :]]),
     )
-
-
-def encode_delta(
-    previous: torch.Tensor,
-    current: torch.Tensor,
-    link_bytes_per_s: float,
-    *,
-    base: int,
-    scan_bytes_per_s: float,
-) -> Delta | None:
-    """The delta from the version `base` that the reader holds, or None where sending `current` in
-    full is cheaper.
-
-    On a link that is as fast as the scan nothing is scanned. Buffers as for `diff`.
-    """
-    limit = most_bytes(len(current), link_bytes_per_s, scan_bytes_per_s)
-    return diff(previous, current, base=base, limit=limit) if limit else None
 
 
 def apply_delta(buffer: torch.Tensor, delta: Delta) -> None:
@@ -406,9 +392,8 @@ def changes(
             version, base = bases[step.peer]
             before, _ = base.message(step.peer, step.tag)
             now, sums = current.message(step.peer, step.tag)
-            delta = encode_delta(
-                before, now, link_bytes_per_s, base=version, scan_bytes_per_s=SCAN_BYTES_PER_S
-            )
+            limit = most_bytes(len(now), link_bytes_per_s, SCAN_BYTES_PER_S)
+            delta = diff(before, now, base=version, limit=limit)
             staged_rows = step.known(staged.rows) if staged else None
             sums = staged.values[staged_rows] if staged and staged_rows is not None else sums
         messages.append(step if delta is None else DeltaMessage(step, delta, sums))

@@ -73,10 +73,6 @@ class Inbound(Protocol):
         """
 
 
-class Cancelled(RuntimeError):
-    """The epoch is over."""
-
-
 class SumRows:
     """Where the checksums of a transfer's fragments stand: those of one peer side by side, in the
     order of its messages.
@@ -332,4 +328,4 @@ class GroupExchange:
 
     def _require_going(self) -> None:
         if self._over.is_set():
-            raise Cancelled("the transfer was given up")
+            raise RuntimeError("the transfer was given up")

@@ -3,6 +3,7 @@
 import threading
 import time
 
+from transport.weights.protocol.membership import Deadlines
 from transport.weights.protocol.messages import FormGroup
 from transport.weights.sharded.control import ControlThread
 
@@ -33,7 +34,7 @@ def test_no_epoch_begins_while_a_rank_closes():
         raise AssertionError("an epoch began that nobody ends")
 
     control = member.control = ControlThread(
-        member, connect, line=None, heartbeat_s=0.01, transfer_s=1.0, clock=time.monotonic
+        member, connect, line=None, deadlines=Deadlines(heartbeat_s=0.01), clock=time.monotonic
     )
     control.start()
     control.close([])
