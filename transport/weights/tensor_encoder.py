@@ -1,6 +1,4 @@
-"""Makes what travels out of a trainer's tensors, into memory that is taken once, and turns it
-back.
-"""
+"""Makes what travels out of a trainer's tensors, into memory that is taken once."""
 
 from __future__ import annotations
 
@@ -133,18 +131,6 @@ def _slices(
     step = max(1, SLICE.get(beside.device.type, 1 << 26) // max(1, columns))
     for low in range(0, len(rows), step):
         yield low, rows[low : low + step].to(through).to(beside.device, torch.float32)
-
-
-@torch.no_grad()
-def decode(travelled: Mapping[str, torch.Tensor], destinations: Mapping[str, torch.Tensor]) -> None:
-    """Fill `destinations` with the numbers, rounded to their dtypes, that tensors under the same
-    names stand for.
-
-    KeyError where one of them has not travelled.
-    """
-    for name, into in destinations.items():
-        values, scale = travelled[name], travelled.get(name + SCALE)
-        into.copy_(values if scale is None else values.float().mul_(scale))
 
 
 Agree = Callable[[torch.Tensor], object]

@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from operators.engine.precision.linear import FORMATS, pack
 from transport.weights import FlatLayout, LayoutMismatch, tensor_encoder
 from transport.weights.encoding import QUANTIZED, Encoding
-from transport.weights.tensor_encoder import decode, quantize
+from transport.weights.tensor_encoder import quantize
 
-from .encoded import encoder_of, flat_layout
+from .encoded import decode, encoder_of, flat_layout
 
 FORMS = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
 
