@@ -214,7 +214,8 @@ class Arrival:
 
     def __init__(self, key: str, version: int, mapped: Mapped) -> None:
         self.key, self.version, self.mapped = key, version, mapped
-        self.inside = False
+        self.inside = self._is_checked = False
+        self._damage: str | None = None
         self._naps = NAPS
         self._ahead: Follower | None = None
         if mapped.is_followed:
@@ -239,7 +240,12 @@ class Arrival:
         return not self.running
 
     def damage(self, offer: Offer) -> str | None:
-        """Where other bytes are found than were published, from inside the gate."""
+        """Where other bytes are found than were published, from inside the gate; found out once."""
+        if not self._is_checked:
+            self._damage, self._is_checked = self._found(offer), True
+        return self._damage
+
+    def _found(self, offer: Offer) -> str | None:
         while self.running:
             time.sleep(NAP_S)
         layout, buffer = self.mapped.layout, self.mapped.segment.buffer
