@@ -143,7 +143,7 @@ class WeightSite:
     where: str = ""
     """The file with the line's present address, where the trainer may move."""
     encoding: Mapping[str, Any] | None = None
-    """As `Encoding.to_plain`, where ranks offer shards."""
+    """As `Encoding.to_plain`, of a trainer's."""
 
     def __post_init__(self) -> None:
         if self.executor not in EXECUTORS or bool(self.host) != bool(self.keys):
@@ -160,7 +160,7 @@ class OpensWriter:
 
     opened: Callable[[Mapping[str, Any], Callable[[Any], object] | None], WeightsOut]
     sites: tuple[WeightSite, ...] = ()
-    """Where the trainer's other ranks offer their shards (`offer_beside`).
+    """Where the trainer's other ranks offer their shards (`open_writer`).
 
     Where there are any, tensors are DTensors; where there are none, one rank offers whole tensors.
     """

@@ -50,7 +50,7 @@ user."""
 OWN_LIMITS = {
     "dataflow/limits.py",
     # the ports hand over what a run says
-    "transport/weights/protocol/pace.py",
+    "transport/weights/protocol/membership.py",
     "transport/compile.py",  # without a kernel all goes on, slower
     "operators/engine/vllm/server.py",  # runs where nothing of this project can be imported
     "operators/rewards/judge_model.py",  # a judge elsewhere, which is the user's to know

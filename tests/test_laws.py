@@ -90,7 +90,7 @@ ENDLESS = {
         "todo.get()",
     ): "a pool's process: its owner has the deadline, and kills it",
     (
-        "transport/weights/sharded/epoch_thread.py",
+        "transport/weights/sharded/control.py",
         "self._jobs.get()",
     ): "a daemon for one epoch: its owner's to end",
     (

@@ -38,7 +38,7 @@ from dataflow.planning.plan import Plan, plan
 from operators import Generator, Prompts, Trainer
 from operators.credit import advantage
 from transport.weights.costs.decoder import Decoder
-from transport.weights.costs.interconnect import Interconnect
+from transport.weights.costs.explain import Interconnect
 from transport.weights.costs.on_paper import OnPaper, RankGrid, on_paper
 
 GROUP, TOKENS, PROMPT, STALENESS = 8, 2048, 200, 4

@@ -1,7 +1,7 @@
 """What the weight plane's cost model says of large models on many GPUs: python -m
 bench.weight_plane --simulate.
 
-Model figures, not measurements: `transport.weights.costs.interconnect` says what is in them, and
+Model figures, not measurements: `transport.weights.costs.explain` says what is in them, and
 what is not. Half of the GPUs train, half generate; nodes of 8 with NVLink at 450 GB/s per GPU and
 400 Gb/s per GPU between them, all of it usable. Whether a GPU's memory holds its share is not asked
 (405B in bf16 with TP 8 takes 101 GB).
@@ -28,10 +28,9 @@ import numpy as np
 from rich.console import Console
 
 from bench.report import Report
-from transport.weights.costs.interconnect import Interconnect, cost, gather_and_broadcast
-from transport.weights.layout.layout import Layout
+from transport.weights.costs.explain import Interconnect, cost
+from transport.weights.layout.layout import Layout, Mesh
 from transport.weights.layout.reshard import CopyPlan, reshard
-from transport.weights.layout.shards import Mesh
 
 Tensors = dict[str, tuple[tuple[int, ...], str]]
 Cuts = Callable[[str], int | None]
@@ -124,6 +123,54 @@ def main(json_path: Path | None = None) -> int:
         highlight=False,
     )
     return 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class GatherCost:
+    """The model's estimate for gathering whole tensors and broadcasting them."""
+
+    gather_s: float
+    broadcast_s: float
+    source_bytes: int
+    """That each source rank receives, besides what it holds."""
+    destination_bytes: int
+    """That each destination rank receives."""
+
+    @property
+    def seconds(self) -> float:
+        """One after the other, as where each tensor is gathered and then sent."""
+        return self.gather_s + self.broadcast_s
+
+
+def gather_and_broadcast(
+    nbytes: int, sources: int, destinations: int, links: Interconnect, *, root_links: int = 1
+) -> GatherCost:
+    """The usual way: every source rank gathers each whole tensor, and rank 0 broadcasts it to every
+    destination rank.
+
+    The gather is an ideal all-gather by rings that use every link of a node: a node takes in what
+    it lacks over all of its `between` links together, and each GPU what it lacks over its `within`
+    link, at the same time. The broadcast leaves rank 0 by `root_links` links (one, where no other
+    source rank is in its group), and is passed on in a pipeline that costs nothing more. Both are
+    floors: messages, and tensors too small to fill links, come on top.
+    """
+    per_node = min(sources, links.gpus_per_node)
+    nodes = -(-sources // links.gpus_per_node)
+    lacking = nbytes * (sources - 1) / sources
+    gather = max(
+        lacking / links.within_bytes_per_s,
+        nbytes * (nodes - 1) / nodes / per_node / links.between_bytes_per_s,
+    )
+    apart = links.destinations_from(sources) + destinations > links.gpus_per_node
+    broadcast = nbytes / (
+        root_links * links.between_bytes_per_s if apart else links.within_bytes_per_s
+    )
+    return GatherCost(
+        gather_s=gather if sources > 1 else 0.0,
+        broadcast_s=broadcast,
+        source_bytes=int(lacking),
+        destination_bytes=nbytes,
+    )
 
 
 def figures(plan: CopyPlan, nbytes: int, shards: int) -> tuple[dict[str, float], dict[str, float]]:

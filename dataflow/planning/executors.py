@@ -22,7 +22,7 @@ ON_GPU = ("cuda_ipc", "nccl")
 """Executors that move a GPU's memory."""
 SCAN_BYTES_PER_S = 0.8e9
 """The rate, in bytes per second, at which both ends find and apply deltas
-(transport/weights/sharded/recoding.py); a faster link carries all of a version sooner."""
+(transport/weights/sharded/delta.py); a faster link carries all of a version sooner."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -21,13 +21,7 @@ from dataflow.worker.host import NodeLoops, Settings
 from dataflow.worker.kept_counts import CrossedByFile, KeptCounts, path_of
 from dataflow.worker.messages import WeightLine
 from dataflow.worker.weight_lines import WeightLines
-from dataflow.worker.weight_ports import (
-    FanOut,
-    offer_beside,
-    open_reader,
-    segments_at,
-    shards_writer,
-)
+from dataflow.worker.weight_ports import open_reader, open_writer
 from transport.data import (
     AnswerSender,
     LocalInlet,
@@ -223,54 +217,32 @@ class Ports:
         """Opens the trainer's end of one of its weight planes; of several ranks, that of the
         first.
         """
-        ranks = self._plan.placements[trainer].ranks
-        sites = self._lines.sites_of(trainer, refresh)
-        device, limits = self._settings.device, self._settings.run.limits
-        attempt, listeners = self._settings.life.attempt, self._lines.listeners
-        if ranks > 1:
-            encoding = self._encoding(trainer, refresh).to_plain()
-            sites = [replace(site, encoding=encoding) for site in sites]
+        ranks, settings = self._plan.placements[trainer].ranks, self._settings
+        encoding = self._encoding(trainer, refresh).to_plain()
+        sites = [
+            replace(site, encoding=encoding) for site in self._lines.sites_of(trainer, refresh)
+        ]
 
-        def open_shards(
+        def opened(
             tensors: Mapping[str, Any], largest: Callable[[Any], object] | None
         ) -> WeightsOut:
-            assert largest is not None, "ranks agree on numbers"
-            end = offer_beside(
+            assert ranks == 1 or largest is not None, "ranks agree on numbers"
+            end = open_writer(
                 sites,
                 0,
                 ranks,
-                device,
+                settings.device,
                 tensors,
                 largest=largest,
-                limits=limits,
-                attempt=attempt,
-                listeners=listeners,
+                limits=settings.run.limits,
+                attempt=settings.life.attempt,
+                hubs=self._hubs,
+                listeners=self._lines.listeners,
             )
             self._weights.append(end)
             return end
 
-        def open_whole(tensors: Mapping[str, Any], _: object) -> WeightsOut:
-            from transport.weights import WeightWriter
-            from transport.weights.layout.layout import Layout
-            from transport.weights.tensor_encoder import Encoder
-
-            encoder = Encoder(self._encoding(trainer, refresh), tensors)
-            flat = encoder.layout
-            layout = Layout.whole(
-                {spec.name: (spec.shape, spec.dtype) for spec in flat.tensors}, aliases=flat.aliases
-            )
-            ends: list[Any] = [
-                shards_writer(
-                    site, layout, 0, 1, device, limits=limits, attempt=attempt, listeners=listeners
-                )
-                if site.is_sharded
-                else WeightWriter(flat, segments_at(site, device, self._hubs))
-                for site in sites
-            ]
-            self._weights += ends
-            return FanOut(ends, encoder.encode, encoder.full_share)
-
-        return OpensWriter(open_shards, tuple(sites)) if ranks > 1 else OpensWriter(open_whole)
+        return OpensWriter(opened, tuple(sites) if ranks > 1 else ())
 
     def reader_of(self, trainer: str, reader: str) -> OpensWeights:
         """Opens a reader's end; of several ranks, that of the first."""

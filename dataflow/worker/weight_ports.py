@@ -2,6 +2,7 @@
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, cast
 
@@ -12,11 +13,12 @@ from dataflow.system.security import RunKeys
 from dataflow.weight_ends import SentVersion, WeightSite
 
 if TYPE_CHECKING:
-    from transport.weights import ShardedWriter
     from transport.weights.layout.layout import Layout
-    from transport.weights.protocol.pace import Deadlines
     from transport.weights.sharded.control import CoordinatorSocket, NetworkEnd
     from transport.weights.sharded.process_group import Backend
+
+Slices = Sequence[Mapping[str, Any]]
+"""Of each rank of a reader, as for `OpensWeights`."""
 
 
 class FanOut:
@@ -98,12 +100,152 @@ def listen(address: str, keys: Mapping[str, bytes], attempt: int) -> "Coordinato
     return CoordinatorSocket(address, RunKeys.from_plain(keys), attempt)
 
 
+@dataclass(frozen=True, kw_only=True)
+class Opening:
+    """One rank that opens its end at a site, on `device`."""
+
+    site: WeightSite
+    rank: int
+    ranks: int
+    """Of its side."""
+    device: str
+    limits: Limits
+    attempt: int
+    """The scheduler's, at the worker of the first rank."""
+    hubs: dict[str, Any] = field(default_factory=dict)
+    """Of this process, by address."""
+    listeners: "dict[str, CoordinatorSocket]" = field(default_factory=dict)
+    """By address, of a trainer's rank 0; one that is taken is taken out."""
+
+    @property
+    def adopt(self) -> Literal["view", "copy"]:
+        """How versions are adopted: on a GPU an engine's captured graphs keep pointers to its
+        parameters, which must not move.
+        """
+        return "view" if self.device == "cpu" else "copy"
+
+    @property
+    def of_rounds(self) -> dict[str, Any]:
+        """What both ends of rounds are told."""
+        from transport.weights.protocol.membership import Deadlines
+
+        return {
+            "ranks": self.ranks,
+            "device": self.device if self.site.executor in ON_GPU else "cpu",
+            "deadlines": Deadlines(transfer_s=self.limits.transfer_s),
+            "attempt": self.attempt,
+            "clock": AwakeClock(),
+            "host": _host(self.site),
+        }
+
+
+def _hub(opening: Opening) -> Any:
+    from transport.weights import Hub
+
+    return opening.hubs.setdefault(opening.site.address, Hub())
+
+
+def _shared_memory(opening: Opening) -> Any:
+    from transport.weights import SharedMemory
+
+    return SharedMemory(opening.site.address, folder=opening.site.folder)
+
+
+def _gpu_memory(opening: Opening) -> Any:
+    from transport.weights import CudaIpc
+
+    return CudaIpc(opening.site.address, opening.device, folder=opening.site.folder)
+
+
+MEETING: Mapping[str, Callable[[Opening], Any]] = {
+    "local": _hub,
+    "shared_memory": _shared_memory,
+    "cuda_ipc": _gpu_memory,
+}
+"""By executor: where a trainer of one rank and the readers of its machine meet, whose memory they
+have in common."""
+
+
+def _segment_writer(opening: Opening, layout: "Layout") -> Any:
+    from transport.weights import WeightWriter
+
+    return WeightWriter(layout.flat(0), MEETING[opening.site.executor](opening))
+
+
+def _segment_reader(opening: Opening, tensors: Mapping[str, Any], slices: Slices) -> Any:
+    from transport.weights import RankReader, WeightReader
+
+    site, rank, place = opening.site, opening.rank, MEETING[opening.site.executor](opening)
+    end: Any
+    if rank:
+        end = RankReader(place, f"{site.name}.{rank}", adopt=opening.adopt)
+    else:
+        end = WeightReader(
+            place, site.name, adopt=opening.adopt, on_damage="keep", attempt=opening.attempt
+        )
+    end.attach(tensors, slices[rank])
+    return end
+
+
+def _rounds_writer(opening: Opening, layout: "Layout") -> Any:
+    """Sends the shard that it has by `layout`, over a slow link what changed, from copies of the
+    tensors or, where they are sent without one, from these.
+    """
+    from transport.weights import ShardedWriter
+
+    site = opening.site
+    return ShardedWriter(
+        layout,
+        opening.rank,
+        site.address,
+        backend=cast("Backend", site.executor),
+        link_bytes_per_s=site.link_bytes_per_s,
+        hold="until_settle" if site.zero_copy else "snapshot",
+        listener=opening.listeners.pop(site.address, None),
+        **opening.of_rounds,
+    )
+
+
+def _rounds_reader(opening: Opening, tensors: Mapping[str, Any], slices: Slices) -> Any:
+    from transport.weights import FlatLayout, ShardedReader
+    from transport.weights.layout.rank_slices import layout_of_slices
+
+    site = opening.site
+    end = ShardedReader(
+        layout_of_slices(FlatLayout.of(tensors), slices),
+        opening.rank,
+        site.address,
+        site.name,
+        adopt=opening.adopt,
+        in_host=site.in_host,
+        seek=functools.partial(_noted, site.where),
+        **opening.of_rounds,
+    )
+    end.attach(tensors)
+    return end
+
+
+_SEGMENTS = _segment_writer, _segment_reader
+_ROUNDS = _rounds_writer, _rounds_reader
+ENDS: Mapping[tuple[str, bool], tuple[Callable[..., Any], Callable[..., Any]]] = {
+    ("local", False): _SEGMENTS,
+    ("shared_memory", False): _SEGMENTS,
+    ("cuda_ipc", False): _SEGMENTS,
+    ("shared_memory", True): _ROUNDS,
+    ("cuda_ipc", True): _ROUNDS,
+    ("nccl", True): _ROUNDS,
+    ("gloo", True): _ROUNDS,
+}
+"""By executor, and whether ranks send to ranks: what opens a writer of a layout, and what opens a
+reader into tensors."""
+
+
 def open_reader(
     site: WeightSite,
     rank: int,
     device: str,
     tensors: Mapping[str, Any],
-    slices: Sequence[Mapping[str, Any]],
+    slices: Slices,
     *,
     limits: Limits,
     attempt: int,
@@ -111,151 +253,67 @@ def open_reader(
 ) -> Any:
     """The end of any rank of a reader, on `device`: a `WeightsIn`, or a `WeightsBeside`.
 
-    slices: of each rank, as for `OpensWeights`. attempt: the scheduler's, at the worker of the
-    first rank. hubs: of this process, by address.
+    attempt, hubs: as `Opening` has them.
     """
-    # On a GPU an engine's captured graphs keep pointers to its parameters, which must not move.
-    adopt: Literal["view", "copy"] = "view" if device == "cpu" else "copy"
-    if site.is_sharded:
-        from transport.weights import FlatLayout, ShardedReader
-        from transport.weights.layout.rank_slices import layout_of_slices
-
-        end = ShardedReader(
-            layout_of_slices(FlatLayout.of(tensors), slices),
-            rank,
-            site.address,
-            site.name,
-            ranks=len(slices),
-            adopt=adopt,
-            device=_memory(site, device),
-            in_host=site.in_host,
-            deadlines=_deadlines(limits),
-            attempt=attempt,
-            clock=AwakeClock(),
-            host=_host(site),
-            seek=functools.partial(_noted, site.where),
-        )
-        end.attach(tensors)
-        return end
-    place = segments_at(site, device, hubs)
-    if rank:
-        from transport.weights.rank_reader import RankReader
-
-        other = RankReader(place, f"{site.name}.{rank}", adopt=adopt)
-        other.attach(tensors, slices[rank])
-        return other
-    from transport.weights import WeightReader
-
-    first = WeightReader(place, site.name, adopt=adopt, on_damage="keep", attempt=attempt)
-    first.attach(tensors, slices[0])
-    return first
-
-
-def shards_writer(
-    site: WeightSite,
-    layout: "Layout",
-    rank: int,
-    ranks: int,
-    device: str,
-    *,
-    limits: Limits,
-    attempt: int,
-    listeners: dict[str, "CoordinatorSocket"] | None = None,
-) -> "ShardedWriter":
-    """The end of one rank of a trainer: it sends the shard that it has by `layout`, over a slow
-    link what changed, from copies of the tensors or, where they are sent without one, from these.
-
-    listeners: by address, of rank 0; one that is taken is taken out.
-    """
-    from transport.weights import ShardedWriter
-
-    return ShardedWriter(
-        layout,
-        rank,
-        site.address,
-        ranks=ranks,
-        backend=cast("Backend", site.executor),
-        link_bytes_per_s=site.link_bytes_per_s,
-        device=_memory(site, device),
-        hold="until_settle" if site.zero_copy else "snapshot",
-        deadlines=_deadlines(limits),
+    opening = Opening(
+        site=site,
+        rank=rank,
+        ranks=len(slices),
+        device=device,
+        limits=limits,
         attempt=attempt,
-        clock=AwakeClock(),
-        host=_host(site),
-        listener=(listeners or {}).pop(site.address, None),
+        hubs={} if hubs is None else hubs,
     )
+    _, opens = ENDS[site.executor, site.is_sharded]
+    return opens(opening, tensors, slices)
 
 
-def offer_beside(
+def open_writer(
     sites: Sequence[WeightSite],
     rank: int,
     ranks: int,
     device: str,
     tensors: Mapping[str, Any],
     *,
-    largest: Callable[[Any], object],
+    largest: Callable[[Any], object] | None,
     limits: Limits,
     attempt: int,
-    listeners: dict[str, "CoordinatorSocket"] | None = None,
+    hubs: dict[str, Any] | None = None,
+    listeners: "dict[str, CoordinatorSocket] | None" = None,
 ) -> FanOut:
-    """The end of one rank of a trainer, on `device`, at each of `OpensWriter.sites`.
+    """The end of one rank of a trainer, on `device`, at each of these sites.
 
-    tensors: DTensors of the whole mesh of `ranks` ranks; this one offers what it holds of them.
-    largest: as for `OpensWriter`. attempt: the scheduler's, at the worker of the first rank.
+    tensors: DTensors of the whole mesh of `ranks` ranks, of which this one offers what it holds;
+    whole tensors of a trainer of one rank. largest: as for `OpensWriter`. attempt, hubs, listeners:
+    as `Opening` has them.
     """
     from transport.weights.encoding import Encoding
-    from transport.weights.layout.from_torch import layout_of
-    from transport.weights.tensor_encoder import ShardEncoder
+    from transport.weights.layout.from_torch import layout_of, local
+    from transport.weights.tensor_encoder import Encoder
 
-    assert sites[0].encoding is not None, "ranks offer shards"
-    encoding = Encoding.from_plain(sites[0].encoding)
-    encoder = ShardEncoder(
-        encoding, layout_of(tensors, range(ranks)), rank, _local(tensors), largest
+    assert sites[0].encoding is not None, "a trainer says what travels"
+    encoder = Encoder(
+        Encoding.from_plain(sites[0].encoding),
+        layout_of(tensors, range(ranks)),
+        rank,
+        local(tensors),
+        largest,
     )
-    return FanOut(
-        [
-            shards_writer(
-                site,
-                encoder.layout,
-                rank,
-                ranks,
-                device,
-                limits=limits,
-                attempt=attempt,
-                listeners=listeners,
-            )
-            for site in sites
-        ],
-        lambda version: encoder.encode(_local(version)),
-        encoder.full_share,
-    )
-
-
-def _local(tensors: Mapping[str, Any]) -> dict[str, Any]:
-    """What this rank holds of each DTensor."""
-    return {name: tensor.detach().to_local() for name, tensor in tensors.items()}
-
-
-def abort_gloo(group: Any, rank: int, size: int) -> None:
-    """End all that is under way in a process group of gloo's, here and at the other ranks, from any
-    thread.
-    """
-    from transport.weights.sharded.process_group import abort_gloo
-
-    abort_gloo(group, rank, size)
-
-
-def interface_of(host: str) -> str:
-    """The network interface of this host that has an address; the loopback's for an empty one.
-    Errors: WeightError.
-    """
-    from transport.weights.executors.address import interface_of
-
-    return interface_of(host)
-
-
-def _memory(site: WeightSite, device: str) -> str:
-    return device if site.executor in ON_GPU else "cpu"
+    ends = []
+    for site in sites:
+        opens, _ = ENDS[site.executor, site.is_sharded]
+        opening = Opening(
+            site=site,
+            rank=rank,
+            ranks=ranks,
+            device=device,
+            limits=limits,
+            attempt=attempt,
+            hubs={} if hubs is None else hubs,
+            listeners={} if listeners is None else listeners,
+        )
+        ends.append(opens(opening, encoder.layout))
+    return FanOut(ends, lambda version: encoder.encode(local(version)), encoder.full_share)
 
 
 def _host(site: WeightSite) -> "NetworkEnd | None":
@@ -277,31 +335,22 @@ def _noted(file: str) -> str:
         return ""
 
 
-def _deadlines(limits: Limits) -> "Deadlines":
-    """Deadlines of rounds: their own, and those of the run."""
-    from transport.weights.protocol.pace import Deadlines
-
-    return Deadlines(transfer_s=limits.transfer_s)
-
-
-def segments_at(site: WeightSite, device: str, hubs: dict[str, Any] | None = None) -> Any:
-    """Where a trainer of one rank and the readers of its machine meet, of which `device` is one's:
-    a hub within a process, else memory that several have in common.
+def abort_gloo(group: Any, rank: int, size: int) -> None:
+    """End all that is under way in a process group of gloo's, here and at the other ranks, from any
+    thread.
     """
-    match site.executor:
-        case "local":
-            from transport.weights import Hub
+    from transport.weights.sharded.process_group import abort_gloo
 
-            assert hubs is not None, "other ranks are other processes"
-            return hubs.setdefault(site.address, Hub())
-        case "cuda_ipc":
-            from transport.weights.executors.cuda_ipc import CudaIpc
+    abort_gloo(group, rank, size)
 
-            return CudaIpc(site.address, device, folder=site.folder)
-        case _:
-            from transport.weights import SharedMemory
 
-            return SharedMemory(site.address, folder=site.folder)
+def interface_of(host: str) -> str:
+    """The network interface of this host that has an address; the loopback's for an empty one.
+    Errors: WeightError.
+    """
+    from transport.weights.executors.address import interface_of
+
+    return interface_of(host)
 
 
 def preload() -> None:
@@ -310,7 +359,7 @@ def preload() -> None:
     """
     import transport.weights.encoding
     import transport.weights.layout.from_torch
-    import transport.weights.rank_reader
+    import transport.weights.reader
     import transport.weights.sharded.reader
     import transport.weights.sharded.writer
     import transport.weights.tensor_encoder  # noqa: F401

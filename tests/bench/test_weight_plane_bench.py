@@ -12,9 +12,12 @@ import torch
 from bench.weight_plane import __main__ as weight_plane
 from bench.weight_plane import systems as weight_plane_systems
 from bench.weight_plane.cases import Case, Job, Seat, UpdateTimes
+from bench.weight_plane.simulation import gather_and_broadcast
+from transport.weights.costs.explain import Interconnect
 
 SMALL = ["--mib", "1", "--tensors", "3", "--repeats", "1", "--updates", "2"]
 CASE = Case(1, 3)
+GB = 10**9
 
 
 @pytest.fixture(autouse=True)
@@ -95,3 +98,21 @@ def test_systems_through_files_hand_over_every_tensor_once(tmp_path):
         assert all(torch.equal(got[name], sent[name]) for name in sent)
         for tensor in got.values():
             tensor.zero_()
+
+
+def test_gathering_whole_tensors_moves_them_through_one_link():
+    links = Interconnect(
+        gpus_per_node=2, within_bytes_per_s=100 * GB, between_bytes_per_s=10 * GB, message_s=0.0
+    )
+    assert gather_and_broadcast(100 * GB, 4, 4, links, root_links=2).broadcast_s == pytest.approx(
+        5.0
+    )
+    made = gather_and_broadcast(100 * GB, 4, 4, links)
+    assert made.gather_s == pytest.approx(2.5)  # half of it, over the two links of a node
+    assert made.broadcast_s == pytest.approx(10.0)
+    assert made.seconds == pytest.approx(12.5)
+    assert (made.source_bytes, made.destination_bytes) == (75 * GB, 100 * GB)
+    alone = gather_and_broadcast(
+        100 * GB, 1, 1, Interconnect(destination_first=1, within_bytes_per_s=100 * GB)
+    )
+    assert (alone.gather_s, alone.broadcast_s) == (0.0, pytest.approx(1.0))

@@ -348,7 +348,7 @@ WEIGHT_PLANE = (
     Law(
         "a transfer goes beside what is computed",
         "test_a_version_of_7b_takes_a_fifth_of_a_second_beside_both_programs[nccl-until_settle]",
-        "transport:GroupExchange._receive",
+        "transport:GroupExchange.receive",
         before("self.reach(self._device.mark(), deadline)", "ask"),
         "one wait for all chunks",
     ),
@@ -356,7 +356,7 @@ WEIGHT_PLANE = (
         "a transfer goes beside what is computed",
         "test_a_version_of_7b_takes_a_fifth_of_a_second_beside_both_programs"
         "[cuda_ipc-until_settle]",
-        "transport:GroupExchange._send",
+        "transport:GroupExchange.send",
         before("sums.cpu()", "known", "staged"),
         "one look for all chunks",
     ),
@@ -401,7 +401,7 @@ WEIGHT_PLANE = (
     Law(
         "no full tensor is gathered",
         "test_no_full_tensor_is_gathered_on_the_weight_plane",
-        "dataflow.worker.weight_ports:_local",
+        "transport.weights.layout.from_torch:_local",
         expression("tensor.detach().full_tensor", "to_local"),
         "offering a rank's own part",
     ),
@@ -488,8 +488,8 @@ WEIGHT_PLANE = (
     Law(
         "a timeout names the waiter and the version",
         "test_a_wait_for_a_version_that_does_not_come_names_what_is_there",
-        "transport:WeightReader.wait",
-        instead("return self.version", "waited"),
+        "transport:ReaderEnd.wait",
+        instead("return self.version", "WaitTimeout"),
         "the error",
     ),
 )

@@ -97,7 +97,7 @@ def ranks(folder: Path) -> Graph:
         from operators.training.learner.learner import Learner
         from transport.weights.sharded.transfer import GroupExchange
 
-        micro, send = Learner.micro, GroupExchange._send
+        micro, send = Learner.micro, GroupExchange.send
 
         def slow_micro(self: Learner, part: object) -> None:
             time.sleep(0.4 * dist.get_rank())
@@ -107,7 +107,7 @@ def ranks(folder: Path) -> Graph:
             time.sleep(0.4)
             return send(self, *arguments)  # type: ignore[arg-type]
 
-        Learner.micro, GroupExchange._send = slow_micro, slow_send  # type: ignore[method-assign,assignment]
+        Learner.micro, GroupExchange.send = slow_micro, slow_send  # type: ignore[method-assign,assignment]
 
     worker.preload = dawdle
     return tiny_graph(Path(sys.argv[3]), max_tokens=8, generator_knobs={"tensor_parallel": 2})

@@ -45,7 +45,7 @@ class Site:
 
 
 class SiteOf:
-    """`transport.weights.memory.ports.Site` for one process."""
+    """`transport.weights.executors.Site` for one process."""
 
     def __init__(self, site: Site, process: Process) -> None:
         self._site, self._process = site, process

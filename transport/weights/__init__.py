@@ -16,19 +16,18 @@ from transport.weights.errors import (
     WeightError,
 )
 from transport.weights.layout.flat import FlatLayout, TensorSpec
-from transport.weights.layout.layout import Layout, TensorLayout
+from transport.weights.layout.layout import Layout, Mesh, Shards, TensorLayout
 from transport.weights.layout.plan import CopyPlan
 from transport.weights.layout.reshard import reshard
-from transport.weights.layout.shards import Mesh, Shards
+from transport.weights.protocol.membership import Deadlines, Timing
 from transport.weights.protocol.messages import Note, Offer
-from transport.weights.protocol.pace import Deadlines, Timing
 from transport.weights.protocol.roster import ReaderStatus
 
 if TYPE_CHECKING:
     from transport.weights.executors.cuda_ipc import CudaIpc
     from transport.weights.executors.local import Hub
     from transport.weights.executors.shared_memory import SharedMemory
-    from transport.weights.reader import WeightReader
+    from transport.weights.reader import RankReader, WeightReader
     from transport.weights.sharded.reader import ShardedReader
     from transport.weights.sharded.writer import ShardedWriter
     from transport.weights.writer import WeightWriter
@@ -47,6 +46,7 @@ __all__ = [
     "MessageError",
     "Note",
     "Offer",
+    "RankReader",
     "ReaderStatus",
     "SegmentError",
     "ShardedReader",
@@ -66,6 +66,7 @@ _HEAVY = {
     "CudaIpc": "executors.cuda_ipc",
     "Hub": "executors.local",
     "SharedMemory": "executors.shared_memory",
+    "RankReader": "reader",
     "ShardedReader": "sharded.reader",
     "ShardedWriter": "sharded.writer",
     "WeightReader": "reader",

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from typing import Any
 
 from transport.weights.errors import LayoutMismatch
-from transport.weights.layout.flat import FLOATING, FlatLayout
+from transport.weights.layout.flat import FLOATING
 from transport.weights.layout.layout import Layout, TensorLayout
 
 SCALE = ":scale"
@@ -75,34 +75,14 @@ class Encoding:
         """The dtype of what is not quantized."""
         return self.dtype if self.dtype and dtype in FLOATING else dtype
 
-    def flat_layout(self, tensors: Mapping[str, Any]) -> FlatLayout:
-        """The layout of what travels for these torch tensors: a quantized one is followed by
-        `NAME:scale`.
-
-        Tied tensors travel once. LayoutMismatch where `names` has one that is not there, or cannot
-        be quantized.
-        """
-        whole = FlatLayout.of(tensors)
-        chosen = self._chosen((spec.name, spec.shape, spec.dtype) for spec in whole.tensors)
-        entries: list[tuple[str, tuple[int, ...], str]] = []
-        for spec in whole.tensors:
-            if spec.name in chosen:
-                entries.append((spec.name, spec.shape, chosen[spec.name].dtype))
-                entries.append((spec.name + SCALE, (*spec.shape[:-1], 1), "float32"))
-            else:
-                entries.append((spec.name, spec.shape, self.travels_as(spec.dtype)))
-        return FlatLayout.build(entries, whole.aliases)
-
     def layout(self, full: Layout) -> Layout:
-        """The layout of what travels from ranks that hold `full`; who holds a part of a row holds
-        its scale.
+        """The layout of what travels from ranks that hold `full`: a quantized tensor is followed by
+        `NAME:scale`, and who holds a part of a row holds its scale.
 
-        LayoutMismatch as `flat_layout`, and where a tensor to be quantized lies in one of another
-        name.
+        LayoutMismatch where `names` has a tensor that is not there, or cannot be quantized, or lies
+        in one of another name.
         """
-        chosen = self._chosen(
-            (tensor.name, tensor.shape, tensor.dtype) for tensor in full.tensors.values()
-        )
+        chosen = self._chosen(full)
         tensors: dict[str, TensorLayout] = {}
         for name, tensor in full.tensors.items():
             if name not in chosen:
@@ -150,14 +130,14 @@ class Encoding:
             kept=tuple(plain["kept"]),
         )
 
-    def _chosen(
-        self, tensors: Iterable[tuple[str, tuple[int, ...], str]]
-    ) -> dict[str, QuantizedFormat]:
-        """The format of those of (name, shape, dtype) that are quantized."""
+    def _chosen(self, full: Layout) -> dict[str, QuantizedFormat]:
+        """The format of those tensors that are quantized."""
         if self.quantized is None:
             return {}
         chosen = {
-            tensor[0]: QUANTIZED[self.quantized] for tensor in tensors if self.quantizes(*tensor)
+            name: QUANTIZED[self.quantized]
+            for name, tensor in full.tensors.items()
+            if self.quantizes(name, tensor.shape, tensor.dtype)
         }
         if missing := (self.names or frozenset()) - chosen.keys():
             raise LayoutMismatch(

@@ -9,7 +9,7 @@ TransportError
     └── SegmentError       the memory for a version cannot be had
 """
 
-from transport.errors import PeerGone, TransportError, WaitTimeout
+from transport.errors import TransportError
 
 __all__ = [
     "AddressTaken",
@@ -48,16 +48,3 @@ class AddressTaken(WeightError):
 
 class SegmentError(WeightError):
     """A buffer for a version could not be allocated."""
-
-
-def waited(
-    reader: str, version: int, timeout_s: float, held: int, heard: bool
-) -> WaitTimeout | PeerGone:
-    """The error of a reader that waited in vain: PeerGone when the writer was silent all that time,
-    else WaitTimeout.
-    """
-    progress = f"version {held}" if heard else "no word from the writer"
-    return (WaitTimeout if heard else PeerGone)(
-        f"{reader} waited {timeout_s:g} s for weights of version {version}; found {progress}; "
-        f"{'look at what holds the trainer up' if heard else 'look whether the trainer is alive'}"
-    )

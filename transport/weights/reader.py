@@ -1,5 +1,5 @@
-"""The generator's end of the weight plane: follow offers, adopt the newest version between two
-decode steps.
+"""A generator's ends of the weight plane within a machine: its first rank follows offers, and takes
+the newest version between two decode steps; the others take their slices from the same memory.
 """
 
 from __future__ import annotations
@@ -7,40 +7,25 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Mapping
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 import zmq
 
-from transport.weights.errors import (
-    AddressTaken,
-    ChecksumMismatch,
-    LayoutMismatch,
-    WeightError,
-    waited,
-)
+from transport.weights.errors import ChecksumMismatch, WeightError
+from transport.weights.executors import Site
 from transport.weights.executors.shared_memory import SharedMemory
 from transport.weights.layout.flat import FlatLayout
 from transport.weights.layout.rank_slices import RankSlice
-from transport.weights.memory.attached import NAP_S, Attached, Mapped, Verification, follows
-from transport.weights.memory.ports import Site
-from transport.weights.protocol.membership import VerifiedOffer
-from transport.weights.protocol.messages import Note, Offer
-from transport.weights.protocol.pace import Timing
+from transport.weights.memory import NAP_S, Arrival, Attached, Mapped
+from transport.weights.protocol.membership import ReaderEnd, Timing, VerifiedOffer
+from transport.weights.protocol.messages import Offer
 from transport.weights.protocol.segments import SegmentReader
 
 log = logging.getLogger(__name__)
 
 
-class _Transfer:
-    """A version on its way: its bytes are verified; inside its segment once it is offered."""
-
-    def __init__(self, key: str, version: int, mapped: Mapped, verification: Verification) -> None:
-        self.key, self.version, self.mapped, self.verification = key, version, mapped, verification
-        self.inside = False
-
-
-class WeightReader:
+class WeightReader(ReaderEnd[SegmentReader]):
     """Takes versions of one model's tensors from one writer. For a single-threaded loop.
 
     Consumes: offers. Produces: new values in the attached tensors.
@@ -54,8 +39,6 @@ class WeightReader:
         *,
         adopt: Literal["view", "copy"] = "view",
         on_damage: Literal["raise", "keep"] = "raise",
-        verify_bytes_per_poll: int | None = None,
-        threads: int = 1,
         pace: Timing | None = None,
         clock: Callable[[], float] = time.monotonic,
         attempt: int = 0,
@@ -75,22 +58,18 @@ class WeightReader:
         ChecksumMismatch, or "keep" the version held and say so in the log. Either way the writer
         hears that it was refused, and newer versions are taken. Where a version can be read while
         it is written (shared memory, with a C compiler at hand) its sums are checked on a thread
-        beside this loop, and it is offered when they are. Elsewhere, and for xxh3,
-        `verify_bytes_per_poll` checks about that much at each poll; None checks it all in
-        `adopt`.
+        beside this loop, and it is offered when they are. Elsewhere, and for xxh3, `adopt` checks.
         """
+        super().__init__(f"reader '{name}'", clock)
         self.name = name
         self._port = (SharedMemory(address) if isinstance(address, str) else address).reader()
-        self._membership = SegmentReader(name, pace, incarnation=attempt)
+        self._member = SegmentReader(name, pace, incarnation=attempt)
         self._plain: Mapping[str, object] | None = None
         self._layout: FlatLayout | None = None
         self._told: FlatLayout | None = None
         """The layout that the other ranks of this reader know."""
-        self._attached = Attached(
-            self._port, f"reader '{name}'", view=adopt == "view", threads=threads
-        )
-        self._transfer: _Transfer | None = None
-        self._slice_bytes = verify_bytes_per_poll
+        self._attached = Attached(self._port, self._whose, view=adopt == "view")
+        self._arrival: Arrival | None = None
         self._held: Offer | None = None
         """What was adopted last."""
         self._heard: tuple[str, int, float] = "", -1, 0.0
@@ -100,33 +79,6 @@ class WeightReader:
         self._returning: Mapped | None = None
         """The segment of it that was entered once more."""
         self._keeps = on_damage == "keep"
-        self._clock = clock
-        self._closed = False
-
-    @property
-    def version(self) -> int:
-        """The version that the attached tensors hold, -1 for none."""
-        return -1 if self._attached.torn else self._membership.version
-
-    @property
-    def epoch(self) -> int:
-        """The epoch under which the writer let this reader in, 0 before."""
-        return self._membership.epoch
-
-    @property
-    def note(self) -> Note:
-        """The newest note of the writer."""
-        return dict(self._membership.note)
-
-    @property
-    def layout(self) -> FlatLayout | None:
-        """The writer's layout, once it has answered."""
-        return self._layout
-
-    @property
-    def silent_s(self) -> float:
-        """Seconds since the writer was last heard; infinite if never."""
-        return self._clock() - self._membership.heard
 
     @property
     def socket(self) -> zmq.Socket[bytes] | None:
@@ -145,7 +97,7 @@ class WeightReader:
         full shapes differ.
         """
         self._require_open()
-        if self._membership.version >= 0:
+        if self._member.version >= 0:
             raise WeightError(
                 "tensors must be attached before the first version is adopted; found version"
                 f" {self.version} adopted; attach right after making the reader"
@@ -162,20 +114,12 @@ class WeightReader:
         self._require_open()
         now = self._clock()
         for message in self._port.receive():
-            for answer in self._membership.receive(message, now):
+            for answer in self._member.receive(message, now):
                 self._port.send(answer)
-        for answer in self._membership.tick(now):
+        for answer in self._member.tick(now):
             self._port.send(answer)
-        if self._membership.replaced:
-            raise AddressTaken(
-                f"another reader has taken the name '{self.name}'; found this one fenced off for"
-                " good; give each reader its own name"
-            )
-        if self._membership.denied:
-            raise LayoutMismatch(
-                f"reader '{self.name}' cannot take this writer's weights; {self._membership.denied}"
-            )
-        plain = self._membership.layout
+        self._check()
+        plain = self._member.layout
         if plain is not None and plain is not self._plain:
             self._plain, layout = plain, FlatLayout.from_plain(plain)
             self._give_up()
@@ -183,15 +127,15 @@ class WeightReader:
             if layout != self._layout:
                 self._layout = layout
                 self._bind()
-        offer = self._membership.offer
+        offer = self._member.offer
         if offer is not None and self._heard[:2] != (offer.segment, offer.version):
             self._heard = offer.segment, offer.version, now
         if not self._attached.named or self._away:
             return offer
-        transfer = self._pursue(eager=self._slice_bytes is not None)
-        if offer is None or offer is not self._membership.offer:
+        arrival = self._pursue(eager=False)
+        if offer is None or offer is not self._member.offer:
             return None
-        return offer if transfer is None or transfer.verification.verified(offer) else None
+        return offer if arrival is None or arrival.is_summed() else None
 
     def verify(self) -> VerifiedOffer | None:
         """Step into the offered version's segment and verify it, the first half of `adopt`; None as
@@ -213,10 +157,10 @@ class WeightReader:
             self._returning.segment.leave()
             self._returning = None
             return
-        offer = self._membership.offer
+        offer = self._member.offer
         self._give_up()
         if offer is not None:
-            self._membership.withdrawn(offer)
+            self._member.withdrawn(offer)
 
     def adopt(self) -> int:
         """Make the offered version the attached tensors' value; the version now held.
@@ -226,18 +170,15 @@ class WeightReader:
         changes.
         """
         self._return()
-        offer, transfer = self._verify(), self._transfer
-        if offer is None or transfer is None:
+        offer, arrival = self._verify(), self._arrival
+        if offer is None or arrival is None:
             return self.version
-        self._transfer, self._held = None, offer
-        transfer.verification.close()
-        self._attached.take(transfer.mapped)
-        taken_s = (
-            self._clock() - self._heard[2]
-            if self._heard[:2] == (offer.segment, offer.version)
-            else 0.0
-        )
-        self._port.send(self._membership.committed(offer, taken_s))
+        self._arrival, self._held = None, offer
+        arrival.stop()
+        self._attached.take(arrival.mapped)
+        is_known = self._heard[:2] == (offer.segment, offer.version)
+        taken_s = self._clock() - self._heard[2] if is_known else 0.0
+        self._port.send(self._member.committed(offer, taken_s))
         return self.version
 
     def let_go(self) -> bool:
@@ -278,30 +219,6 @@ class WeightReader:
         self._returning = mapped
         return self._shown(self._held)
 
-    def wait(self, version: int, timeout_s: float) -> int:
-        """Poll and adopt until this version, or a newer one, is held; the version held.
-
-        PeerGone when the writer was not heard in all that time, WaitTimeout when it was but had
-        none.
-        """
-        self._require_open()
-        begun = self._clock()
-        deadline = begun + timeout_s
-        while True:
-            if self.poll():
-                self.adopt()
-            if self.version >= version:
-                return self.version
-            remaining_s = deadline - self._clock()
-            if remaining_s <= 0:
-                break
-            if self._membership.offer and self._transfer and self._transfer.verification.running:
-                time.sleep(NAP_S)
-            else:
-                self._port.wait(min(remaining_s, 0.05))
-        is_alive = self._membership.heard >= begun
-        raise waited(f"reader '{self.name}'", version, timeout_s, self.version, is_alive)
-
     def close(self) -> None:
         """Leave the writer; attached tensors keep the version held, in memory of their own."""
         if self._closed:
@@ -309,20 +226,29 @@ class WeightReader:
         self._closed = True
         self._give_up()
         self._attached.close()
-        if self._membership.epoch:
-            self._port.send(self._membership.leaving())
+        if self._member.epoch:
+            self._port.send(self._member.leaving())
         self._port.close()
+
+    @property
+    def _is_torn(self) -> bool:
+        return self._attached.torn
+
+    def _rest(self, timeout_s: float) -> None:
+        if self._member.offer and self._arrival and self._arrival.running:
+            time.sleep(NAP_S)
+        else:
+            self._port.wait(timeout_s)
 
     def _verify(self) -> Offer | None:
         self._require_open()
-        transfer, offer = self._pursue(eager=True), self._membership.offer
-        if transfer is None or offer is None:
+        arrival, offer = self._pursue(eager=True), self._member.offer
+        if arrival is None or offer is None:
             return None
-        transfer.verification.finish(offer)
-        damage = transfer.verification.damage
+        damage = arrival.damage(offer)
         if damage is not None:
             self._give_up()
-            self._port.send(self._membership.refused(offer, damage))
+            self._port.send(self._member.refused(offer, damage))
             problem = (
                 f"version {offer.version} is damaged and reader '{self.name}' keeps version"
                 f" {self.version}; found other bytes in {damage} than were published; wait for the"
@@ -336,10 +262,9 @@ class WeightReader:
 
     def _shown(self, entered: Offer) -> VerifiedOffer:
         """The message to this reader's other ranks about a version that this rank is inside of."""
-        layout, sent_layout = self._layout, self._told
-        assert layout is not None, "it has a segment"
-        self._told = layout
-        news = None if layout is sent_layout else layout.to_plain()
+        assert self._layout is not None, "it has a segment"
+        news = None if self._layout is self._told else self._layout.to_plain()
+        self._told = self._layout
         return VerifiedOffer(version=entered.version, segment=entered.segment, layout=news)
 
     def _bind(self) -> None:
@@ -354,52 +279,133 @@ class WeightReader:
             self._bind()
 
     def _give_up(self) -> None:
-        if self._transfer is not None:
-            self._transfer.verification.close()
-            if self._transfer.inside:
-                self._transfer.mapped.segment.leave()
-            self._transfer = None
+        if self._arrival is not None:
+            self._arrival.close()
+            self._arrival = None
 
-    def _pursue(self, eager: bool) -> _Transfer | None:
-        """The transfer of the newest offer, entered, or else of what is coming; the one before is
+    def _pursue(self, eager: bool) -> Arrival | None:
+        """The arrival of the newest offer, entered, or else of what is coming; the one before is
         given up.
 
         Without `eager` only where that takes none of this loop's time.
         """
-        offer, layout = self._membership.offer, self._layout
-        goal = offer or self._membership.upcoming
-        if self._transfer is not None and (
-            goal is None
-            or (self._transfer.key, self._transfer.version) != (goal.segment, goal.version)
-        ):
+        offer = self._member.offer
+        goal = offer or self._member.upcoming
+        if self._arrival is not None and (goal is None or not self._arrival.is_of(goal)):
             self._give_up()
-        if goal is None or layout is None:
+        if goal is None or self._layout is None:
             return None
         if not self._attached.named:
             raise WeightError(
-                f"reader '{self.name}' has nowhere to put version {goal.version}; found nothing"
+                f"{self._whose} has nowhere to put version {goal.version}; found nothing"
                 " attached; call attach(dict(model.named_parameters())) first"
             )
-        if self._transfer is None:
+        if self._arrival is None:
             mapped = self._attached.open(goal.segment)
-            if mapped is not None and not follows(mapped.segment) and not (eager and offer):
+            if mapped is not None and not mapped.is_followed and not (eager and offer):
                 return None
             if mapped is not None:
-                verification = Verification(
-                    layout, mapped.segment, mapped.follow(goal.version), self._slice_bytes
-                )
-                self._transfer = _Transfer(goal.segment, goal.version, mapped, verification)
-        if offer is not None and (self._transfer is None or not self._enter(self._transfer, offer)):
+                self._arrival = Arrival(goal.segment, goal.version, mapped)
+        if offer is not None and (self._arrival is None or not self._enter(self._arrival, offer)):
             self._give_up()
-            self._membership.withdrawn(offer)
-        return self._transfer
+            self._member.withdrawn(offer)
+        return self._arrival
 
-    def _enter(self, transfer: _Transfer, offer: Offer) -> bool:
-        if not transfer.inside and transfer.mapped.segment.enter(offer.version):
-            transfer.inside = True
-            self._port.send(self._membership.entered(offer))
-        return transfer.inside
+    def _enter(self, arrival: Arrival, offer: Offer) -> bool:
+        if not arrival.inside and arrival.mapped.segment.enter(offer.version):
+            arrival.inside = True
+            self._port.send(self._member.entered(offer))
+        return arrival.inside
 
-    def _require_open(self) -> None:
-        if self._closed:
-            raise WeightError("this reader is closed; found a call after close; make a new one")
+
+class RankReader:
+    """Has no seat at the writer: its reader has one for all ranks, with one epoch, and tells it
+    what to enter.
+
+    A version is verified once, by the reader, in the memory that they all map; its gate, which the
+    reader holds from then on and each of these from `enter` on, keeps it as it is. So ranks that
+    enter what their reader has entered, and take it when all of them are inside, never hold
+    different versions. For a single-threaded loop.
+
+    Consumes: segments that the reader names. Produces: new values in the attached tensors.
+    Waits for: nothing. Unblocked by: -
+    """
+
+    def __init__(
+        self,
+        address: str | Site,
+        name: str,
+        *,
+        adopt: Literal["view", "copy"] = "view",
+    ) -> None:
+        """`address`, `adopt`: as for the `WeightReader`; `name` is for errors."""
+        self.name, self.version = name, -1
+        self._port = (SharedMemory(address) if isinstance(address, str) else address).reader()
+        self._attached = Attached(self._port, f"rank '{name}'", view=adopt == "view")
+        self._layout: FlatLayout | None = None
+        self._entered: tuple[Mapped, int] | None = None
+
+    def attach(
+        self, tensors: Mapping[str, torch.Tensor], slices: Mapping[str, RankSlice] | None = None
+    ) -> None:
+        """As `WeightReader.attach`; before the first `enter`."""
+        self._attached.name(tensors, slices)
+
+    def enter(self, segment: str, version: int, layout: Mapping[str, Any] | None = None) -> bool:
+        """Step into the segment that holds this version; False when it is gone, or holds another by
+        now.
+
+        `layout`: the reader's, by `to_plain`, where it is another than before. LayoutMismatch when
+        the attached tensors are not of it; WeightError before there is one.
+        """
+        self.decline()
+        if layout is not None:
+            self._layout = FlatLayout.from_plain(layout)
+            self._attached.bind(self._layout)
+        if self._layout is None or not self._attached.named:
+            raise WeightError(
+                f"rank '{self.name}' cannot enter version {version}; found"
+                f" {'no layout' if self._attached.named else 'nothing attached'}; attach tensors,"
+                " and pass the reader's layout with its first version"
+            )
+        mapped = self._attached.open(segment)
+        if mapped is None or not mapped.segment.enter(version):
+            return False
+        self._entered = (mapped, version)
+        return True
+
+    def decline(self) -> None:
+        """Step out without taking the version that was entered, if any."""
+        if self._entered is not None:
+            self._entered[0].segment.leave()
+            self._entered = None
+
+    def adopt(self) -> int:
+        """Make the version that was entered the attached tensors' value; its number. WeightError
+        outside of one.
+        """
+        if self._entered is None:
+            raise WeightError(
+                f"rank '{self.name}' cannot take a version; found none entered; enter what the"
+                " reader has entered first"
+            )
+        (mapped, version), self._entered, self.version = self._entered, None, -1
+        self._attached.take(mapped)
+        self.version = version
+        return version
+
+    def let_go(self) -> bool:
+        """Leave the segment in use: the attached tensors have no value until `adopt`, which fills
+        all. False before the first version, as of `WeightReader`.
+
+        The version may be entered again (`WeightReader.enter_again`), as any other.
+        """
+        self.decline()
+        self._attached.let_go()
+        return self.version >= 0
+
+    def close(self) -> None:
+        """Leave; the tensors keep the version held, in memory of their own."""
+        self.decline()
+        self._attached.close()
+        self._port.close()

@@ -1,11 +1,9 @@
-"""Makes what travels out of a trainer's tensors, into memory that is taken once, and turns it
-back.
-"""
+"""Makes what travels out of a trainer's tensors, into memory that is taken once."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -51,61 +49,16 @@ class QuantizeJob:
         )
 
 
-class BaseEncoder:
-    """Encodes versions by the jobs that it is made with, into their memory."""
-
-    full_share = 1.0
-    """How many times as many bytes a version would have if none of its tensors were quantized."""
-
-    def __init__(self, jobs: Sequence[QuantizeJob]) -> None:
-        self._jobs = jobs
-
-    def encode(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """A version as it travels: the quantized tensors in this encoder's own memory, until the
-        next version, and the others as they are; they are cast when they are copied into a buffer
-        of `layout`.
-
-        LayoutMismatch when a tensor that is to be quantized is missing, or has another shape.
-        """
-        travelling = dict(tensors)
-        self._quantize([_taken(job, travelling) for job in self._jobs])
-        for job in self._jobs:
-            travelling[job.names[0]], travelling[job.names[0] + SCALE] = job.values, job.scale
-        return travelling
-
-    def _quantize(self, full: Sequence[torch.Tensor]) -> None:
-        """Each tensor by its job."""
-        for job, numbers in zip(self._jobs, full, strict=True):
-            job.quantize(numbers)
-
-
-class Encoder(BaseEncoder):
-    """Encodes the versions of one model's tensors."""
-
-    def __init__(self, encoding: Encoding, tensors: Mapping[str, torch.Tensor]) -> None:
-        """`tensors`: the model's, of whose shapes, dtypes and devices every version is.
-
-        Takes the memory of the quantized tensors, on the devices of the full ones. Raises as
-        `flat_layout`.
-        """
-        self.layout = encoding.flat_layout(tensors)
-        """What travels."""
-        if encoding.quantized is not None:
-            self.full_share = encoding.unquantized.flat_layout(tensors).nbytes / self.layout.nbytes
-        names = dict.fromkeys(spec.name for spec in self.layout.tensors)
-        super().__init__(jobs_of(encoding, names, self.layout.aliases, tensors))
-
-
-def jobs_of(
-    encoding: Encoding,
-    names: Collection[str],
-    aliases: Mapping[str, str],
-    tensors: Mapping[str, torch.Tensor],
+def _jobs_of(
+    encoding: Encoding, travels: Layout, rank: int, tensors: Mapping[str, torch.Tensor]
 ) -> list[QuantizeJob]:
-    """What is to be quantized of `tensors`, where tensors of these names travel."""
+    """What a rank is to quantize of its tensors."""
+    names = travels.local(rank)
     return [
         QuantizeJob.of(
-            (name, *(alias for alias, of in aliases.items() if of == name)), tensors[name], encoding
+            (name, *(alias for alias, of in travels.aliases.items() if of == name)),
+            tensors[name],
+            encoding,
         )
         for name in names
         if name + SCALE in names
@@ -180,18 +133,6 @@ def _slices(
         yield low, rows[low : low + step].to(through).to(beside.device, torch.float32)
 
 
-@torch.no_grad()
-def decode(travelled: Mapping[str, torch.Tensor], destinations: Mapping[str, torch.Tensor]) -> None:
-    """Fill `destinations` with the numbers, rounded to their dtypes, that tensors under the same
-    names stand for.
-
-    KeyError where one of them has not travelled.
-    """
-    for name, into in destinations.items():
-        values, scale = travelled[name], travelled.get(name + SCALE)
-        into.copy_(values if scale is None else values.float().mul_(scale))
-
-
 Agree = Callable[[torch.Tensor], object]
 """Replaces numbers, int32[n], by the largest that any rank has at their places; all ranks call it
 together."""
@@ -219,14 +160,17 @@ class _CutRows:
         ]
 
 
-class ShardEncoder(BaseEncoder):
-    """Encodes the local tensors of one of the ranks that hold a model.
+class Encoder:
+    """Encodes the versions of a model of which this rank holds all, or parts.
 
-    What travels is bit for bit what `Encoder` makes of whole tensors. Where rows (the last
-    dimension) are cut, the ranks agree on the largest magnitude of each, by one exchange per
-    version of 4 bytes a row; all ranks encode the same versions in the same order. Where no row is
-    cut there is no exchange.
+    What travels from several ranks is bit for bit what travels from one that holds the whole. Where
+    rows (the last dimension) are cut, the ranks agree on the largest magnitude of each, by one
+    exchange per version of 4 bytes a row; all ranks encode the same versions in the same order.
+    Where no row is cut there is no exchange.
     """
+
+    full_share = 1.0
+    """How many times as many bytes a version would have if none of its tensors were quantized."""
 
     def __init__(
         self,
@@ -234,19 +178,20 @@ class ShardEncoder(BaseEncoder):
         full: Layout,
         rank: int,
         local: Mapping[str, torch.Tensor],
-        agree: Agree,
+        agree: Agree | None = None,
     ) -> None:
-        """`full`: of all ranks, before it is encoded. `local`: this rank's local tensors, on one
-        device.
+        """`full`: of all ranks, before it is encoded. `local`: this rank's local tensors, of whose
+        shapes, dtypes and devices every version is. `agree`: where there are other ranks.
 
-        Takes the memory of its quantized tensors. LayoutMismatch as `Encoding.layout`.
+        Takes the memory of the quantized tensors, on the devices of the full ones. LayoutMismatch
+        as `Encoding.layout`.
         """
         self.layout = encoding.layout(full)
         """What travels."""
         if encoding.quantized is not None:
             self.full_share = _nbytes(encoding.unquantized.layout(full)) / _nbytes(self.layout)
-        super().__init__(jobs_of(encoding, self.layout.local(rank), self.layout.aliases, local))
-        self._agree, self._device = agree, next(iter(local.values())).device
+        self._jobs = _jobs_of(encoding, self.layout, rank, local)
+        self._agree = agree
         jobs = {job.names[0]: job for job in self._jobs}
         self._cut: dict[str, _CutRows] = {}
         self._rows = 0
@@ -257,6 +202,20 @@ class ShardEncoder(BaseEncoder):
             if name in jobs:
                 self._cut[name] = _CutRows(jobs[name], self._rows, scale.shape, _boxes(scale, rank))
             self._rows += math.prod(scale.shape)
+        self._device = next((tensor.device for tensor in local.values()), None)
+
+    def encode(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """A version as it travels: the quantized tensors in this encoder's own memory, until the
+        next version, and the others as they are; they are cast when they are copied into a buffer
+        of `layout`.
+
+        LayoutMismatch when a tensor that is to be quantized is missing, or has another shape.
+        """
+        travelling = dict(tensors)
+        self._quantize([_taken(job, travelling) for job in self._jobs])
+        for job in self._jobs:
+            travelling[job.names[0]], travelling[job.names[0] + SCALE] = job.values, job.scale
+        return travelling
 
     @torch.no_grad()
     def _quantize(self, full: Sequence[torch.Tensor]) -> None:
@@ -272,6 +231,7 @@ class ShardEncoder(BaseEncoder):
                 for shared, own in self._cut[job.names[0]].pairs(agreed):
                     shared.copy_(own)
         if self._rows:
+            assert self._agree is not None, "who holds parts of rows is not alone"
             self._agree(agreed)
         for job, numbers in zip(self._jobs, full, strict=True):
             cut = self._cut.get(job.names[0])

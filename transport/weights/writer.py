@@ -14,12 +14,12 @@ import zmq
 
 from transport.native import Copier
 from transport.weights.errors import WeightError
+from transport.weights.executors import Site, WriterSegment
 from transport.weights.executors.shared_memory import SharedMemory
 from transport.weights.layout.flat import FlatLayout
-from transport.weights.memory import buffers
-from transport.weights.memory.ports import Site, WriterSegment
+from transport.weights.memory import copying, digested, fill, filler
+from transport.weights.protocol.membership import Timing
 from transport.weights.protocol.messages import Note
-from transport.weights.protocol.pace import Timing
 from transport.weights.protocol.roster import Outgoing, ReaderStatus, Sent
 from transport.weights.protocol.segments import SegmentOffers
 
@@ -41,7 +41,6 @@ class WeightWriter:
         *,
         wait_s: float = 0.0,
         checksum: Literal["buffer", "tensors"] = "buffer",
-        threads: int = 1,
         pace: Timing | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -49,8 +48,8 @@ class WeightWriter:
 
         `wait_s`: how long one publish may wait for a free segment. `checksum`: "buffer" has every
         version verified by the cheap sum per tensor alone, which is made while copying; "tensors"
-        by xxh3 per tensor as well, another pass on either side. `threads`: for the copy into the
-        segment. AddressTaken when another live writer has the address.
+        by xxh3 per tensor as well, another pass on either side. AddressTaken when another live
+        writer has the address.
         """
         self.layout = layout
         self._port = (SharedMemory(address) if isinstance(address, str) else address).writer(
@@ -64,15 +63,14 @@ class WeightWriter:
         self._chosen: list[tuple[str, tuple[int, ...]]] = []
         self._pending: tuple[int, list[torch.Tensor]] | None = None
         self._newest = -1
-        self._wait_s, self._per_tensor, self._threads = wait_s, checksum == "tensors", threads
+        self._wait_s, self._per_tensor = wait_s, checksum == "tensors"
         self._clock = clock
         self._closed = False
 
     @property
     def version(self) -> int:
         """The newest version that readers are offered, -1 for none."""
-        front = self._offers.front
-        return front.version if front else -1
+        return self._offers.newest
 
     @property
     def pending(self) -> int | None:
@@ -198,7 +196,7 @@ class WeightWriter:
     def _new_segment(self) -> WriterSegment:
         segment = self._port.segment(self.layout.nbytes)
         self._segments[segment.key] = segment
-        self._fillers[segment.key] = buffers.filler(self.layout, segment, self._threads)
+        self._fillers[segment.key] = filler(self.layout, segment)
         return segment
 
     def _write(self, segment: WriterSegment, version: int, sources: list[torch.Tensor]) -> None:
@@ -211,13 +209,9 @@ class WeightWriter:
             self._send(self._offers.upcoming(segment.key, version))
         whole = False
         try:
-            with buffers.copying(self._threads):
-                sums = buffers.fill(self._fillers[segment.key], sources)
-            digests = (
-                buffers.whole(buffers.digested(self.layout, segment.buffer, None))
-                if self._per_tensor
-                else b""
-            )
+            with copying():
+                sums = fill(self._fillers[segment.key], sources)
+            digests = digested(self.layout, segment.buffer) if self._per_tensor else b""
             whole = True
         finally:
             segment.unseal(version if whole else -1)

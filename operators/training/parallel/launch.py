@@ -19,7 +19,7 @@ from dataflow.model import Model
 from dataflow.runtime import Context, DeviceShare
 from dataflow.system.messages import Channel
 from dataflow.weight_ends import WeightSite, WeightsOut
-from dataflow.worker.weight_ports import offer_beside
+from dataflow.worker.weight_ports import open_writer
 from operators.models.heads import key_value_heads
 from operators.models.loading import load_configs, outlined_to_train
 from operators.ranks import group
@@ -269,7 +269,7 @@ def rank_main(making: Making) -> Callable[[int, int], int]:
             assert isinstance(learner.together, MeshTogether), "its model is shared out"
             tensors = placed(learner.offered(line), learner.together.mesh)
             largest = learner.together.largest
-            return offer_beside(
+            return open_writer(
                 [_here(site, context) for site in sites],
                 rank,
                 ranks,

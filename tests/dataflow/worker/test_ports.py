@@ -11,6 +11,7 @@ import pyarrow as pa
 import pytest
 
 from dataflow import Graph, Model
+from dataflow.limits import Limits
 from dataflow.planning.hosts import Devices
 from dataflow.planning.plan import Plan, plan
 from dataflow.planning.wiring import edges
@@ -18,7 +19,7 @@ from dataflow.records import schema
 from dataflow.testing import FakeGenerator, FakePrompts, FakeTrainer
 from dataflow.worker.host import NodeLoops, Settings
 from dataflow.worker.ports import Ports
-from dataflow.worker.weight_ports import segments_at
+from dataflow.worker.weight_ports import MEETING, Opening
 from transport.life import Life
 
 
@@ -51,7 +52,8 @@ def test_readers_on_the_gpus_of_one_machine_meet_the_trainer_in_device_memory(fo
     made = plan(graph, Devices(cpus=2, gpus=2), gpus={"generator": 1, "trainer": 1})
     opened, _ = ports(graph, made, "trainer", folder, device=made.placements["trainer"].device(0))
     (place,) = opened._lines.sites_of("trainer", None)
-    site = segments_at(place, "cuda:1")
+    opening = Opening(site=place, rank=0, ranks=1, device="cuda:1", limits=Limits(), attempt=0)
+    site = MEETING[place.executor](opening)
     assert isinstance(site, CudaIpc)
     assert (str(site.device), site.address) == (
         "cuda:1",
@@ -154,8 +156,7 @@ def test_the_ends_of_the_weight_plane_are_known_by_the_scheduler_s_attempt(
     opened, _ = ports(graph, made, "generator", folder, life=Life(attempt=5))
     end: Any = opened.reader_of("trainer", "generator")(tensors)
     try:
-        member = end._membership if executor == "shared_memory" else end._member
-        assert member.join.incarnation == 5
+        assert end._member.join.incarnation == 5
     finally:
         opened.close()
 

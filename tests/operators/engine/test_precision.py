@@ -37,6 +37,7 @@ from operators.engine.sampler import Sampling
 from operators.models.folders import ModelError
 from transport.weights import FlatLayout, Hub, WeightReader, WeightWriter
 from transport.weights.encoding import Encoding
+from transport.weights.layout.from_torch import layout_of
 from transport.weights.tensor_encoder import Encoder
 
 WHOLE_STEPS = 2
@@ -381,8 +382,9 @@ def test_versions_that_the_trainer_quantised_give_the_same_bits(
         quantized=NARROW[weights],
         names=linear_weights(policies[0]),
     )
-    encoder = Encoder(encoding, dict(policies[0].named_parameters()))
-    writer = WeightWriter(encoder.layout, hub)
+    tensors = dict(policies[0].named_parameters())
+    encoder = Encoder(encoding, layout_of(tensors, [0]), 0, tensors)
+    writer = WeightWriter(encoder.layout.flat(0), hub)
     reader = WeightReader(hub, "generator", adopt=adopt)
     reader.attach(intake.tensors)
     for version, policy in enumerate(policies):
@@ -401,10 +403,10 @@ def test_a_version_that_arrives_narrow_is_adopted_by_turning_pointers(make_model
     hub = Hub()
     model, policy = make_model(), make_model(seed=1)
     intake = quantise(model, "int8", arrives_quantised=True)
-    encoder = Encoder(
-        Encoding(quantized="int8", names=linear_weights(policy)), dict(policy.named_parameters())
-    )
-    writer, reader = WeightWriter(encoder.layout, hub), WeightReader(hub, "generator")
+    encoding = Encoding(quantized="int8", names=linear_weights(policy))
+    tensors = dict(policy.named_parameters())
+    encoder = Encoder(encoding, layout_of(tensors, [0]), 0, tensors)
+    writer, reader = WeightWriter(encoder.layout.flat(0), hub), WeightReader(hub, "generator")
     reader.attach(intake.tensors)
     writer.publish(0, encoder.encode(dict(policy.named_parameters())))
     reader.wait(0, timeout_s=5)

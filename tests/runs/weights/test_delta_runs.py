@@ -11,7 +11,7 @@ from rigs.graphs import tiny_graph
 from dataflow import Result, run
 from dataflow.folder.run_folder import RunFolder
 from dataflow.planning.executors import SCAN_BYTES_PER_S
-from transport.weights.sharded import recoding
+from transport.weights.sharded import delta
 
 pytestmark = [pytest.mark.usefixtures("machine", "one_core"), pytest.mark.timeout(180)]
 
@@ -60,4 +60,4 @@ def test_a_generator_behind_a_slow_link_has_the_same_weights_from_fewer_bytes(
 
 
 def test_the_planner_s_rate_is_the_one_that_deltas_are_found_at():
-    assert SCAN_BYTES_PER_S == recoding.SCAN_BYTES_PER_S
+    assert SCAN_BYTES_PER_S == delta.SCAN_BYTES_PER_S

@@ -19,6 +19,7 @@ from dataflow.folder.run_folder import RunFolder
 from dataflow.runtime import Batch, Runtime
 from operators.engine.precision import linear_weights, quantise
 from transport.weights.encoding import SCALE, Encoding
+from transport.weights.layout.from_torch import layout_of
 from transport.weights.tensor_encoder import Encoder
 
 pytestmark = [pytest.mark.usefixtures("machine", "one_core"), pytest.mark.timeout(240)]
@@ -110,9 +111,8 @@ def test_generator_ranks_hold_slices_of_what_a_trainer_rank_quantises_and_record
         folder = next((Path(result.folder) / "checkpoints").glob(f"step-*{step - 1}"))
         model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
         parameters = dict(model.named_parameters())
-        encoder = Encoder(
-            Encoding(dtype="float32", quantized=weights, names=linear_weights(model)), parameters
-        )
+        encoding = Encoding(dtype="float32", quantized=weights, names=linear_weights(model))
+        encoder = Encoder(encoding, layout_of(parameters, [0]), 0, parameters)
         new = {
             name: tensor
             for name, tensor in encoder.encode(parameters).items()

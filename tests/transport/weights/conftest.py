@@ -102,11 +102,11 @@ def verifying(end: WeightWriter | WeightReader) -> bool:
     """Waits until a version that this end sums beside its loop is summed; False if there is
     none.
     """
-    transfer = end._transfer if isinstance(end, WeightReader) else None
-    if transfer is None or not transfer.verification.running:
+    arrival = end._arrival if isinstance(end, WeightReader) else None
+    if arrival is None or not arrival.running:
         return False
     deadline = time.monotonic() + 20
-    while transfer.verification.running:
+    while arrival.running:
         assert time.monotonic() < deadline
         time.sleep(0.0001)
     return True

@@ -8,8 +8,8 @@ import time
 import torch
 
 from transport.weights import FlatLayout, ShardedReader, Timing, WeightReader, WeightWriter
-from transport.weights.memory import buffers
-from transport.weights.memory.attached import Verification
+from transport.weights import writer as writing
+from transport.weights.memory import Arrival
 
 MIXTURE, LATE = 3, 4
 PACE = Timing(heartbeat_s=0.05, silent_s=0.5, release_s=0.3, gone_s=60.0)
@@ -62,14 +62,14 @@ def linger(address: str, name: str, adopt: str, seconds: float) -> None:
     """A generator that stays in its first transfer for that long, then serves on until version
     9.
     """
-    verified = Verification.verified
+    damage = Arrival.damage
 
     def slow(self, offer):
-        Verification.verified = verified
+        Arrival.damage = damage
         time.sleep(seconds)
-        return verified(self, offer)
+        return damage(self, offer)
 
-    Verification.verified = slow
+    Arrival.damage = slow
     serve(address, name, adopt, 9)
 
 
@@ -91,5 +91,5 @@ def publish_and_stop_in_the_middle(address: str) -> None:
         writer.poll()
         time.sleep(DEADLINE_S)
 
-    buffers.fill = half
+    writing.fill = half
     writer.publish(2, model(2))

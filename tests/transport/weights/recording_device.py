@@ -224,8 +224,8 @@ class RecordingDevice(TransferDevice):
         self.gpu.asked("fetch", tensor.nbytes)
         return tensor.as_subclass(Fetched)
 
-    def copier(self, destinations, sources=None, *, threads=1):
-        work = Copier(destinations, sources, threads=threads)
+    def copier(self, destinations, sources=None):
+        work = Copier(destinations, sources)
         return _Recorded(self.gpu, "copy", work, 2 * _nbytes(destinations))
 
     def summer(self, tensors):

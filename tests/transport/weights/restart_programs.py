@@ -24,9 +24,9 @@ from transport.weights import (
     WeightReader,
     WeightWriter,
 )
+from transport.weights import writer as writing
 from transport.weights.executors import shared_memory
-from transport.weights.memory import buffers
-from transport.weights.memory.attached import Attached
+from transport.weights.memory import Attached
 from transport.weights.protocol.messages import Offer, StartTransfer
 from transport.weights.protocol.ranks import ReaderRank, SourceRank
 from transport.weights.protocol.rounds import Coordinator
@@ -120,7 +120,7 @@ def _half_taken(attached: Attached, mapped: Any) -> bool:
 
 
 def _offered(reader: WeightReader) -> int:
-    return reader._membership.offer.version if reader._membership.offer else -1
+    return reader._member.offer.version if reader._member.offer else -1
 
 
 def _hears_of(word: object, version: int) -> bool:
@@ -130,7 +130,7 @@ def _hears_of(word: object, version: int) -> bool:
 
 TRAINER_DIES = {
     "before it writes": dies(SegmentOffers, "upcoming", lambda _, key, version: version == 2),
-    "half way": dies(buffers, "fill", _half_written),
+    "half way": dies(writing, "fill", _half_written),
     "before the gate opens": dies(
         shared_memory._WriterSegment, "unseal", lambda _, version: version == 2
     ),

@@ -8,9 +8,8 @@ import numpy as np
 import torch
 from hypothesis import strategies as st
 
-from transport.weights.layout.layout import Layout, TensorLayout
+from transport.weights.layout.layout import Layout, Mesh, Shards, TensorLayout
 from transport.weights.layout.plan import CopyPlan
-from transport.weights.layout.shards import Mesh, Shards
 
 Local = dict[int, dict[str, torch.Tensor]]
 """rank -> name -> local tensor"""
@@ -88,6 +87,15 @@ def expert_parallel(draw, tensors) -> Layout:
     return dense.stacked("experts", EXPERTS) if whole and draw(st.booleans()) else dense
 
 
+def apart(ranks, start, stop) -> Shards:
+    """Boxes that are local tensors of their own; empty ones are left out."""
+    some = (stop > start).all(axis=1)
+    start, stop = start[some].astype(np.int64), stop[some].astype(np.int64)
+    return Shards(
+        np.asarray(ranks, np.int64)[some], start, stop, np.zeros_like(start), stop - start
+    )
+
+
 @st.composite
 def by_hand(draw, tensors, complete: bool) -> Layout:
     """Boxes anywhere, overlapping; where they must be complete, the last rank holds everything
@@ -105,7 +113,7 @@ def by_hand(draw, tensors, complete: bool) -> Layout:
         if complete:
             ranks = [*ranks, 7]
             start, stop = np.vstack([start, np.zeros_like(start[:1])]), np.vstack([stop, [shape]])
-        shards = Shards.boxes(ranks, start, stop.astype(np.int64))
+        shards = apart(ranks, start, stop)
         held[name] = TensorLayout(name=name, shape=shape, dtype=dtype, shards=shards, into=name)
     return Layout(tensors=held)
 

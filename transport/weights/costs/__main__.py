@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 
 from transport.weights.costs.decoder import FAMILIES, NAMED, Decoder
-from transport.weights.costs.interconnect import Interconnect
+from transport.weights.costs.explain import Interconnect
 from transport.weights.costs.on_paper import OnPaper, RankGrid, on_paper
 from transport.weights.encoding import QUANTIZED
 from transport.weights.errors import LayoutMismatch

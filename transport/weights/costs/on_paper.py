@@ -10,15 +10,13 @@ from dataclasses import dataclass
 import numpy as np
 
 from transport.weights.costs.decoder import STYLES, Decoder
-from transport.weights.costs.explain import explain
-from transport.weights.costs.interconnect import Cost, Interconnect, amount, cost, in_rounds
+from transport.weights.costs.explain import Cost, Interconnect, amount, cost, explain, in_rounds
 from transport.weights.encoding import SCALE, Encoding
 from transport.weights.errors import LayoutMismatch
-from transport.weights.layout.layout import Layout
+from transport.weights.layout.layout import Ints, Layout, Mesh
 from transport.weights.layout.parallel_plan import mesh_layout
 from transport.weights.layout.plan import CopyPlan
 from transport.weights.layout.reshard import reshard
-from transport.weights.layout.shards import Ints, Mesh
 
 STATE = {"weights": 4, "gradients": 4, "optimiser": 8}
 """Bytes of each parameter that a trainer's rank holds: float32, and AdamW's two moments in

@@ -66,11 +66,9 @@ class TransferDevice:
         self,
         destinations: Sequence[torch.Tensor],
         sources: Sequence[torch.Tensor] | None = None,
-        *,
-        threads: int = 1,
     ) -> Copier:
         """Copies into tensors of this device."""
-        return Copier(destinations, sources, threads=threads)
+        return Copier(destinations, sources)
 
     def summer(self, tensors: Sequence[torch.Tensor]) -> Summer:
         """Sums of tensors of this device."""

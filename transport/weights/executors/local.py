@@ -20,6 +20,8 @@ class Hub:
     address.
     """
 
+    socket: zmq.Socket[bytes] | None = None
+
     def __init__(self) -> None:
         self.segments: dict[str, _Segment] = {}
         """The segments that can be opened, by key."""
@@ -32,20 +34,45 @@ class Hub:
         self.made = 0
         """Segments and readers made so far; names the next one."""
 
-    def writer(self, poll: Callable[[], None]) -> _WriterPort:
-        """Claim the hub for one writer."""
+    def writer(self, poll: Callable[[], None]) -> Hub:
+        """Claim the hub for one writer, whose end it is."""
         if self.poll is not None:
             raise AddressTaken(
                 "this hub has a writer already; found a second one; close the first, or make"
                 " another Hub"
             )
         self.poll = poll
-        return _WriterPort(self)
+        return self
 
     def reader(self) -> _ReaderPort:
         """A reader's end."""
         self.made += 1
         return _ReaderPort(self, self.made.to_bytes(8, "little"))
+
+    def segment(self, nbytes: int) -> _Segment:
+        """See `WriterPort`, as for all of these."""
+        self.made += 1
+        key = str(self.made)
+        self.segments[key] = segment = _Segment(self, key, nbytes)
+        return segment
+
+    def receive(self) -> list[tuple[bytes, ReaderMessage]]:
+        arrived = list(self.inbox)
+        self.inbox.clear()
+        return arrived
+
+    def send(self, peer: bytes, message: WriterMessage) -> bool:
+        outbox = self.outboxes.get(peer)
+        if outbox is not None:
+            outbox.append(message)
+        return outbox is not None
+
+    def wait(self, timeout_s: float) -> None:
+        time.sleep(min(timeout_s, 0.001))
+
+    def close(self) -> None:
+        self.poll = None
+        self.inbox.clear()
 
 
 class _Segment:
@@ -79,37 +106,6 @@ class _Segment:
 
     def close(self) -> None:
         """Nothing to give back: the tensor goes with its last reference."""
-
-
-class _WriterPort:
-    socket: zmq.Socket[bytes] | None = None
-
-    def __init__(self, hub: Hub) -> None:
-        self._hub = hub
-
-    def segment(self, nbytes: int) -> _Segment:
-        self._hub.made += 1
-        key = str(self._hub.made)
-        self._hub.segments[key] = segment = _Segment(self._hub, key, nbytes)
-        return segment
-
-    def receive(self) -> list[tuple[bytes, ReaderMessage]]:
-        arrived = list(self._hub.inbox)
-        self._hub.inbox.clear()
-        return arrived
-
-    def send(self, peer: bytes, message: WriterMessage) -> bool:
-        outbox = self._hub.outboxes.get(peer)
-        if outbox is not None:
-            outbox.append(message)
-        return outbox is not None
-
-    def wait(self, timeout_s: float) -> None:
-        time.sleep(min(timeout_s, 0.001))
-
-    def close(self) -> None:
-        self._hub.poll = None
-        self._hub.inbox.clear()
 
 
 class _ReaderPort:

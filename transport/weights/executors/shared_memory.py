@@ -27,8 +27,8 @@ import torch
 
 from transport.errors import MessageError
 from transport.weights.errors import SegmentError
+from transport.weights.executors import ReaderSegment, WriterSegment
 from transport.weights.executors.address import LocalAddress, Socket, arrived, flock, sent
-from transport.weights.memory.ports import ReaderSegment, WriterSegment
 from transport.weights.protocol.messages import CODEC, Message, ReaderMessage, WriterMessage
 
 HEADER_BYTES = mmap.PAGESIZE
@@ -59,18 +59,6 @@ class SharedMemory:
         """Connect to the address."""
         return FileReaderPort(self.place)
 
-    def sweep(self) -> int:
-        """Unlink what a killed writer of this address left in shared memory; the number of
-        segments.
-
-        AddressTaken while its writer is alive.
-        """
-        lock = self.place.claim()
-        try:
-            return self._unlink_segments()
-        finally:
-            self.place.release(lock)
-
     def _claimed(self) -> tuple[Socket, int]:
         """The writer's socket, and the file whose lock it holds."""
         lock = self.place.claim()
@@ -81,12 +69,12 @@ class SharedMemory:
             self.place.release(lock)
             raise
 
-    def _unlink_segments(self) -> int:
+    def _unlink_segments(self) -> None:
+        """Those that a killed writer of this address left."""
         place = self.place
-        stale = [path for path in place.folder.glob(f"{place.prefix}*") if path != place.lock_path]
-        for path in stale:
-            path.unlink(missing_ok=True)
-        return len(stale)
+        for path in place.folder.glob(f"{place.prefix}*"):
+            if path != place.lock_path:
+                path.unlink(missing_ok=True)
 
 
 class _WriterSegment:
@@ -158,18 +146,22 @@ class _ReaderSegment:
         os.close(self._file)
 
 
-class _Ear:
-    """Receives messages, and warns once of malformed ones: junk changes nothing and fills
-    no log.
-    """
+class _FilePort:
+    """One end's socket. Of malformed messages it warns once: junk changes nothing, fills no log."""
 
-    def __init__(self, socket: Socket) -> None:
-        self._socket, self._warned = socket, False
+    def __init__(self, place: LocalAddress, socket: Socket) -> None:
+        self.socket: Socket | None = socket
+        self._place, self._socket = place, socket
+        self._warned = False
 
-    def hear(self) -> list[tuple[bytes, Message]]:
-        """All that have arrived, each with the frame before it: at a writer, its sender. Never
-        waits.
-        """
+    def wait(self, timeout_s: float) -> None:
+        self._socket.poll(max(1, int(timeout_s * 1000)))
+
+    def close(self) -> None:
+        self._socket.close()
+
+    def _heard(self) -> list[tuple[bytes, Message]]:
+        """All messages that have arrived, each with its first frame: at a writer, the sender."""
         messages: list[tuple[bytes, Message]] = []
         while frames := arrived(self._socket):
             try:
@@ -181,44 +173,35 @@ class _Ear:
         return messages
 
 
-class FileWriterPort:
-    """A writer's end (`ports.WriterPort`)."""
+class FileWriterPort(_FilePort):
+    """A writer's end (`WriterPort`)."""
 
     def __init__(self, place: LocalAddress, socket: Socket, lock: int) -> None:
-        self.socket: Socket | None = socket
-        self._place, self._socket, self._lock = place, socket, lock
-        self._ear = _Ear(socket)
+        super().__init__(place, socket)
+        self._lock = lock
 
     def segment(self, nbytes: int) -> WriterSegment:
-        """See `ports.WriterPort`, as for all of these."""
+        """See `WriterPort`, as for all of these."""
         return _WriterSegment(self._place.folder, self._place.prefix + secrets.token_hex(6), nbytes)
 
     def receive(self) -> list[tuple[bytes, ReaderMessage]]:
         return [
-            (peer, message)
-            for peer, message in self._ear.hear()
-            if isinstance(message, ReaderMessage)
+            (peer, message) for peer, message in self._heard() if isinstance(message, ReaderMessage)
         ]
 
     def send(self, peer: bytes, message: WriterMessage) -> bool:
         return sent(self._socket, peer, CODEC.encode(message))
 
-    def wait(self, timeout_s: float) -> None:
-        self._socket.poll(max(1, int(timeout_s * 1000)))
-
     def close(self) -> None:
-        self._socket.close()
+        super().close()
         self._place.release(self._lock)
 
 
-class FileReaderPort:
-    """A reader's end (`ports.ReaderPort`)."""
+class FileReaderPort(_FilePort):
+    """A reader's end (`ReaderPort`)."""
 
     def __init__(self, place: LocalAddress) -> None:
-        socket = place.connected()
-        self.socket: Socket | None = socket
-        self._place, self._socket = place, socket
-        self._ear = _Ear(socket)
+        super().__init__(place, place.connected())
 
     def segment(self, key: str, nbytes: int) -> ReaderSegment | None:
         if not key.startswith(self._place.prefix) or "/" in key:
@@ -233,16 +216,10 @@ class FileReaderPort:
         return _ReaderSegment(file, nbytes)
 
     def receive(self) -> list[WriterMessage]:
-        return [message for _, message in self._ear.hear() if isinstance(message, WriterMessage)]
+        return [message for _, message in self._heard() if isinstance(message, WriterMessage)]
 
     def send(self, message: ReaderMessage) -> None:
         sent(self._socket, CODEC.encode(message))
-
-    def wait(self, timeout_s: float) -> None:
-        self._socket.poll(max(1, int(timeout_s * 1000)))
-
-    def close(self) -> None:
-        self._socket.close()
 
 
 def _progress(mapping: mmap.mmap) -> torch.Tensor:

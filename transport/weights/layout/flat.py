@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from math import prod
 from typing import Any, Protocol, TypeVar
@@ -145,25 +145,6 @@ class FlatLayout:
             first_names[memory] = name
             entries.append((name, shape, dtype if dtype and own in FLOATING else own))
         return cls.build(entries, aliases)
-
-    def only(self, chosen: Callable[[str], bool]) -> FlatLayout:
-        """The layout of the tensors whose names are chosen, packed anew: adapters alone, while
-        their base stays.
-
-        An alias comes along with its tensor. LayoutMismatch when no tensor is chosen.
-        """
-        entries = [
-            (spec.name, spec.shape, spec.dtype) for spec in self.tensors if chosen(spec.name)
-        ]
-        if not entries:
-            raise LayoutMismatch(
-                f"none of a layout's tensors is chosen; found {len(self.tensors)} others, first "
-                f"'{self.tensors[0].name}'; look at the names of model.named_parameters()"
-            )
-        names = {name for name, _, _ in entries}
-        return self.build(
-            entries, {alias: name for alias, name in self.aliases.items() if name in names}
-        )
 
     def to_plain(self) -> dict[str, Any]:
         """This layout in lists, strings and integers, as msgpack carries it."""

@@ -13,8 +13,7 @@ import torch
 from torch.distributed.tensor import DTensor, Partial, Replicate
 
 from transport.weights.errors import LayoutMismatch
-from transport.weights.layout.layout import Layout, TensorLayout
-from transport.weights.layout.shards import Mesh, Shards
+from transport.weights.layout.layout import Layout, Mesh, Shards, TensorLayout
 
 
 def layout_of(
@@ -48,12 +47,21 @@ def layout_of(
     return Layout(tensors=layouts, aliases=aliases)
 
 
+def local(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """What this rank holds of each."""
+    return {name: _local(tensor.detach()) for name, tensor in tensors.items()}
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
 def _memory(tensor: torch.Tensor) -> Any:
     """Equal for two names of one tensor."""
-    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-    if local.is_meta or not local.numel():
+    own = _local(tensor)
+    if own.is_meta or not own.numel():
         return id(tensor)
-    return local.data_ptr(), local.device, local.dtype, local.stride(), tensor.shape
+    return own.data_ptr(), own.device, own.dtype, own.stride(), tensor.shape
 
 
 def _placed(name: str, tensor: DTensor) -> Shards:

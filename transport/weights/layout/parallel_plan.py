@@ -6,11 +6,10 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 from transport.weights.errors import LayoutMismatch
-from transport.weights.layout.layout import Layout, Shape, TensorLayout
-from transport.weights.layout.shards import Mesh, Shards
+from transport.weights.layout.layout import Layout, Mesh, Shape, Shards, TensorLayout
 
 Cut = tuple[int | None, int]
 """Dimension that is cut over the ranks (None: each holds the whole), and in how many parts it is
@@ -53,22 +52,6 @@ KEYS_AND_VALUES = re.compile(r"\b[kv]_proj\b")
 """Names of projections whose rows are key/value heads."""
 
 
-def tensor_parallel_layout(
-    tensors: Mapping[str, tuple[Shape, str]],
-    plan: Mapping[str, str],
-    ranks: Sequence[int],
-    aliases: Mapping[str, str] | None = None,
-) -> Layout:
-    """The layout of a model that `ranks` cut by a plan such as transformers has for each family.
-
-    tensors: name -> (full shape, dtype). plan: name of a parameter or of its module, `*` for any
-    number, -> style, e.g. {"layers.*.self_attn.q_proj": "colwise"} (`model.tp_plan`, or the
-    config's `base_model_tp_plan`); what it does not name, every rank holds whole. LayoutMismatch
-    for an unknown style.
-    """
-    return mesh_layout(tensors, plan, Mesh((1, 1, len(ranks)), tuple(ranks)), aliases)
-
-
 def mesh_layout(
     tensors: Mapping[str, tuple[Shape, str]],
     plan: Mapping[str, str],
@@ -77,8 +60,13 @@ def mesh_layout(
     *,
     key_value_heads: int | None = None,
 ) -> Layout:
-    """The layout over replicas x FSDP x tensor parallel, which `mesh` has; all else as
-    `tensor_parallel_layout`.
+    """The layout of a model over replicas x FSDP x tensor parallel, which `mesh` has, by a plan
+    such as transformers has for each family.
+
+    tensors: name -> (full shape, dtype). plan: name of a parameter or of its module, `*` for any
+    number, -> style, e.g. {"layers.*.self_attn.q_proj": "colwise"} (`model.tp_plan`, or the
+    config's `base_model_tp_plan`); what it does not name, every rank holds whole. LayoutMismatch
+    for an unknown style.
 
     FSDP cuts dim 0 of what tensor parallelism has left of a tensor. key_value_heads: of the model;
     of more ranks than these, neighbouring ones hold the same one.

@@ -13,8 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from transport.weights.layout.flat import ITEM_BYTES
-from transport.weights.layout.layout import Layout, TensorLayout
-from transport.weights.layout.shards import Ints, Shards
+from transport.weights.layout.layout import Ints, Layout, Shards, TensorLayout
 
 Box = tuple[slice, ...]
 
@@ -178,10 +177,6 @@ class CopyPlan:
     def sends(self, rank: int) -> list[Copy]:
         """What a source rank sends, receiver by receiver."""
         return sorted(self.copies(source_rank=rank), key=lambda copy: copy.destination_rank)
-
-    def receives(self, rank: int) -> list[Copy]:
-        """What a destination rank receives, sender by sender."""
-        return sorted(self.copies(destination_rank=rank), key=lambda copy: copy.source_rank)
 
     @property
     def pair_bytes(self) -> Ints:

@@ -17,9 +17,8 @@ import numpy as np
 import numpy.typing as npt
 
 from transport.weights.errors import LayoutMismatch
-from transport.weights.layout.layout import Layout, TensorLayout
+from transport.weights.layout.layout import Ints, Layout, Shards, TensorLayout
 from transport.weights.layout.plan import Box, Copy, CopyPlan, Kind
-from transport.weights.layout.shards import Ints, Shards
 
 __all__ = ["Box", "Copy", "CopyPlan", "Kind", "reshard"]
 

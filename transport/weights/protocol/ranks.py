@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from msgspec.structs import replace
 
-from transport.weights.protocol.membership import GroupMember
+from transport.weights.protocol.membership import Deadlines, FreezeWatch, GroupMember
 from transport.weights.protocol.messages import (
     WHOLE,
     WITHDRAWN,
@@ -39,25 +39,6 @@ from transport.weights.protocol.messages import (
     Welcome,
     WriterMessage,
 )
-from transport.weights.protocol.pace import Deadlines, FreezeWatch
-
-
-@dataclass(frozen=True, kw_only=True)
-class FormProcessGroup:
-    """Work: plan, and make the process group."""
-
-    form: FormGroup
-
-
-@dataclass(frozen=True, kw_only=True)
-class Transfer:
-    """Work: send or receive one version."""
-
-    epoch: int
-    round: int
-    version: int
-    readers: Sequence[str]
-    """Those that take it."""
 
 
 @dataclass(frozen=True)
@@ -91,7 +72,9 @@ class EndEpoch:
     epoch: int
 
 
-Action = MemberMessage | FormProcessGroup | Transfer | EndEpoch
+Action = MemberMessage | FormGroup | StartTransfer | EndEpoch
+"""A message to the coordinator; or work: to plan and make the process group, to send or receive one
+version, to end an epoch."""
 Actions = list[Action]
 
 
@@ -115,7 +98,7 @@ class SourceRank:
         self.join = Register(rank=rank, ranks=ranks, key=key, incarnation=incarnation, writer=0)
         self._deadlines = deadlines
         self._registered = False
-        self._turns: dict[int, Transfer | None] = {}
+        self._turns: dict[int, StartTransfer | None] = {}
         """By epoch, what is under way."""
         self._sent, self.heard = float("-inf"), now
         """When the coordinator was last heard, in seconds."""
@@ -141,7 +124,7 @@ class SourceRank:
                 return [self.join]
             case FormGroup():
                 self._turns[message.epoch] = None
-                return [FormProcessGroup(form=message)]
+                return [message]
             case Fenced() if message.epoch in self._turns:
                 del self._turns[message.epoch]
                 return [EndEpoch(epoch=message.epoch)]
@@ -155,9 +138,8 @@ class SourceRank:
                             epoch=message.epoch, round=message.round, state=WITHDRAWN, fault=fault
                         )
                     ]
-                turn = _turn(message)
-                self._turns[message.epoch] = turn
-                return [turn]
+                self._turns[message.epoch] = message
+                return [message]
         return []
 
     def tick(self, now: float) -> Actions:
@@ -282,14 +264,14 @@ class ReaderRank(GroupMember):
         match message:
             case FormGroup() if not self._connecting:
                 self._connecting = True
-                return [FormProcessGroup(form=message)]
+                return [message]
             case Offer() if self._arriving < 0 and self.offer < 0:
                 return [self._ready_ahead()]
             case StartTransfer() if (
                 self._arriving < 0 and self.offer < 0 and message.round > self._round
             ):
                 self._round, self._arriving, self._whole = message.round, message.version, False
-                return [_turn(message)]
+                return [message]
             case RoundAborted() if self._in(message.round):
                 self.refused, self._arriving = message.fault, -1
                 return [self._ready_ahead()]
@@ -310,9 +292,3 @@ class ReaderRank(GroupMember):
 
     def _in(self, round: int) -> bool:
         return round == self._round and self._arriving >= 0
-
-
-def _turn(start: StartTransfer) -> Transfer:
-    return Transfer(
-        epoch=start.epoch, round=start.round, version=start.version, readers=start.readers
-    )

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
+from transport.weights.protocol.membership import Timing
 from transport.weights.protocol.messages import (
     Committed,
     Denied,
@@ -29,7 +30,6 @@ from transport.weights.protocol.messages import (
     WriterHeartbeat,
     WriterMessage,
 )
-from transport.weights.protocol.pace import Timing
 
 Outgoing = list[tuple[bytes, WriterMessage]]
 """Messages with the peer that each is for."""

@@ -22,6 +22,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from transport.weights.protocol.membership import Deadlines, FreezeWatch
 from transport.weights.protocol.messages import (
     BROKEN,
     DAMAGED,
@@ -51,7 +52,6 @@ from transport.weights.protocol.messages import (
     Verified,
     WriterHeartbeat,
 )
-from transport.weights.protocol.pace import Deadlines, FreezeWatch
 from transport.weights.protocol.roster import (
     Epoch,
     Group,

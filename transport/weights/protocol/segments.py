@@ -14,7 +14,7 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from transport.weights.protocol.membership import GroupMember
+from transport.weights.protocol.membership import GroupMember, Timing
 from transport.weights.protocol.messages import (
     Committed,
     GroupMessage,
@@ -28,7 +28,6 @@ from transport.weights.protocol.messages import (
     Upcoming,
     Welcome,
 )
-from transport.weights.protocol.pace import Timing
 from transport.weights.protocol.roster import KEPT, Group, MemberRank, Outgoing, Phase, Roster, Sent
 
 

@@ -1,10 +1,13 @@
-"""The thread in which a rank keeps its deadlines and speaks with the coordinator; on source rank 0
-it coordinates.
+"""The threads of one rank. In one it keeps its deadlines and speaks with the coordinator; on source
+rank 0 it coordinates. In one for each epoch it connects, then transfers versions, one after the
+other.
 """
 
 from __future__ import annotations
 
 import contextlib
+import math
+import queue
 import shutil
 import socket as sockets
 import threading
@@ -13,6 +16,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Protocol
 
 import zmq
 
@@ -20,29 +24,156 @@ from transport.errors import MessageError
 from transport.life import Life
 from transport.numbered import Numbered
 from transport.security import RunKeys
+from transport.weights.errors import ReaderMismatch
 from transport.weights.executors.address import HostAddress, LocalAddress, arrived, sent
+from transport.weights.protocol.membership import Deadlines
 from transport.weights.protocol.messages import (
+    BROKEN,
     CODEC,
     FormGroup,
     GetValue,
     MemberMessage,
     Put,
+    StartTransfer,
     StoredValue,
     WriterMessage,
 )
 from transport.weights.protocol.ranks import (
     Action,
     EndEpoch,
-    FormProcessGroup,
     ReaderRank,
     SourceRank,
-    Transfer,
     TransferOutcome,
 )
 from transport.weights.protocol.roster import Outgoing
 from transport.weights.protocol.rounds import Coordinator
-from transport.weights.sharded.epoch_thread import EpochThread, EpochTransfers
 from transport.weights.sharded.process_group import CoordinatorStore, Meeting
+
+
+class EpochTransfers(Protocol):
+    """One rank's end of an epoch's process group."""
+
+    def prepare(self) -> None:
+        """What can be done for the next transfer before it begins; it may be done already. Never
+        waits for peers.
+        """
+
+    def transfer(self, transfer: StartTransfer, deadline: float) -> TransferOutcome:
+        """Send or receive a version; ends by the deadline."""
+
+    def abort(self) -> None:
+        """End what runs, from another thread; never waits long."""
+
+    def close(self) -> None:
+        """Release its resources, in its own thread: nothing runs any more."""
+
+
+class EpochThread(threading.Thread):
+    """Consumes: transfers. Produces: outcomes. Waits for: its peers. Unblocked by: them, `abort`,
+    `look`.
+    """
+
+    def __init__(
+        self,
+        connect: Callable[[threading.Event], EpochTransfers],
+        formed: Callable[[str, str], None],
+        transferred: Callable[[StartTransfer, TransferOutcome], None],
+    ) -> None:
+        """`connect` is given what `abort` sets, and gives up when it is.
+
+        `formed` is told what is wrong, and which reader's layout does not fit, if it is that.
+        """
+        super().__init__(name="weights", daemon=True)
+        self._connect, self._formed, self._transferred = connect, formed, transferred
+        self._jobs: queue.SimpleQueue[Callable[[EpochTransfers], None] | None] = queue.SimpleQueue()
+        self._end: EpochTransfers | None = None
+        self._over = threading.Event()
+        self._aborting: threading.Thread | None = None
+        self._deadline = math.inf
+        """Of the transfer under way."""
+        self._is_late = False
+        self.start()
+
+    def transfer(self, transfer: StartTransfer, deadline: float) -> None:
+        """Begin a transfer; its outcome comes later."""
+        self._jobs.put(
+            lambda end: self._transferred(transfer, self._transfer(end, transfer, deadline))
+        )
+
+    def prepare(self) -> None:
+        """A buffer is free."""
+        self._jobs.put(_prepare)
+
+    def look(self, now: float) -> None:
+        """Break off a transfer whose deadline has passed."""
+        if now >= self._deadline:
+            self._deadline, self._is_late = math.inf, True
+            self._break_off()
+
+    def abort(self) -> None:
+        """End everything; returns at once, whatever the thread is doing."""
+        self._over.set()
+        self._jobs.put(None)
+        self._break_off()
+
+    def _break_off(self) -> None:
+        if end := self._end:
+            self._aborting = threading.Thread(target=end.abort, name="weights-abort", daemon=True)
+            self._aborting.start()
+
+    def ended(self, timeout_s: float) -> bool:
+        """Whether its threads end within that time, after `abort`."""
+        deadline = time.monotonic() + timeout_s
+        threads = [self, self._aborting] if self._aborting else [self]
+        for thread in threads:
+            thread.join(max(0.0, deadline - time.monotonic()))
+        return not any(thread.is_alive() for thread in threads)
+
+    def run(self) -> None:
+        """Work until the epoch is over."""
+        try:
+            end = self._connect(self._over)
+        except ReaderMismatch as error:
+            return self._formed(str(error), error.reader)
+        except Exception as error:
+            return self._formed(_in_words(error), "")
+        self._end = end
+        if self._over.is_set():
+            end.abort()
+        else:
+            self._formed("", "")
+            _prepare(end)
+            while (job := self._jobs.get()) is not None:
+                job(end)
+        end.close()
+        return None
+
+    def _transfer(
+        self, end: EpochTransfers, transfer: StartTransfer, deadline: float
+    ) -> TransferOutcome:
+        self._deadline = deadline
+        try:
+            outcome = end.transfer(transfer, deadline)
+        except Exception as error:
+            outcome = TransferOutcome(BROKEN, _in_words(error))
+        finally:
+            self._deadline = math.inf
+        if outcome.state == BROKEN and self._is_late:
+            return TransferOutcome(
+                BROKEN, f"it was not over at its deadline: {outcome.fault}"[:300]
+            )
+        return outcome
+
+
+def _in_words(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}".splitlines()[0][:300]
+
+
+def _prepare(end: EpochTransfers) -> None:
+    # the group is broken: the next transfer, or its end, will show it
+    with contextlib.suppress(RuntimeError):
+        end.prepare()
+
 
 SELF = b"0"
 """The coordinator's own rank among its peers."""
@@ -175,8 +306,7 @@ class ControlThread(threading.Thread):
         connect: Callable[[FormGroup, Meeting], EpochTransfers],
         *,
         line: MemberSocket | None,
-        heartbeat_s: float,
-        transfer_s: float,
+        deadlines: Deadlines,
         clock: Callable[[], float],
         coordinator: Coordinator | None = None,
         listener: CoordinatorSocket | None = None,
@@ -197,7 +327,7 @@ class ControlThread(threading.Thread):
         self._connect, self._line, self._listener, self._clock = connect, line, listener, clock
         self._heard, self._host = heard, host
         self._followed = clock()
-        self._heartbeat_s, self._transfer_s = heartbeat_s, transfer_s
+        self._deadlines = deadlines
         self._threads: dict[int, EpochThread] = {}
         self._stores: dict[int, CoordinatorStore] = {}
         self._ending: list[EpochThread] = []
@@ -212,12 +342,12 @@ class ControlThread(threading.Thread):
         """Send the messages and begin the work; the caller holds `changed`."""
         for action in actions:
             match action:
-                case FormProcessGroup():
+                case FormGroup():
                     if not self._closing:  # then nobody would end it
-                        self._open(action.form)
-                case Transfer():
+                        self._open(action)
+                case StartTransfer():
                     if thread := self._threads.get(action.epoch):
-                        thread.transfer(action, self._clock() + self._transfer_s)
+                        thread.transfer(action, self._clock() + self._deadlines.transfer_s)
                 case EndEpoch():
                     self._stores.pop(action.epoch, None)
                     if thread := self._threads.pop(action.epoch, None):
@@ -310,11 +440,14 @@ class ControlThread(threading.Thread):
             if closing:
                 return
             if not self._inbox:
-                poller.poll(max(1, int(self._heartbeat_s * 250)))
+                poller.poll(max(1, int(self._deadlines.heartbeat_s * 250)))
 
     def _follow(self, now: float) -> None:
         """Look for a silent coordinator elsewhere: it may have been restarted."""
-        if self._line and now - max(self.member.heard, self._followed) >= 2 * self._heartbeat_s:
+        if (
+            self._line
+            and now - max(self.member.heard, self._followed) >= 2 * self._deadlines.heartbeat_s
+        ):
             self._followed = now
             self._line.follow()
 
@@ -365,7 +498,7 @@ class ControlThread(threading.Thread):
             with self.changed:
                 self.act(self.member.formed(form.epoch, fault, misfit))
 
-        def transferred(transfer: Transfer, outcome: TransferOutcome) -> None:
+        def transferred(transfer: StartTransfer, outcome: TransferOutcome) -> None:
             with self.changed:
                 self.act(self.member.transferred(transfer.epoch, transfer.round, outcome))
 

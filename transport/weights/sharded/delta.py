@@ -1,14 +1,15 @@
-"""What changed in a flat buffer between two versions, bit for bit, where sending that is cheaper
-than sending all.
+"""What changed between two versions, bit for bit, where sending that is cheaper than sending all.
 
 A delta lists changed units: 16-bit words, or blocks of 64 or 512 bytes, whichever makes it
 smallest; scattered changes of bfloat16 weights are words, a row of an embedding is blocks. It
-stands on one base, which it names.
+stands on one base, which it names. Both ends gather a message of that version into the same bytes:
+its fragments at their offsets, zeros between them.
 """
 
 from __future__ import annotations
 
 import struct
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -18,6 +19,12 @@ from transport.errors import MessageError
 from transport.native import wordsum
 from transport.native.differences import PAGE_WORDS, differences
 from transport.weights.errors import ChecksumMismatch, WeightError
+from transport.weights.executors.device import TransferDevice
+from transport.weights.layout.flat import ALIGNMENT
+from transport.weights.sharded.chunks import Chunk, PlaceKey
+from transport.weights.sharded.staging import StagedSums, Tensors
+from transport.weights.sharded.steps import ChunkMessage, step_of
+from transport.weights.sharded.transfer import Outbound
 
 WORD, BLOCK, RUN = 2, 64, 512
 """The units, in bytes."""
@@ -122,6 +129,7 @@ def diff(
     old: torch.Tensor, new: torch.Tensor, *, base: int, limit: int | None = None
 ) -> Delta | None:
     """The smallest delta from one buffer to another; None where it has `limit` bytes or more.
+    Nothing is scanned for a limit of 0.
 
     Both are dense uint8[n] that begin at a multiple of 8 bytes. `base`: the version of `old`.
     WeightError when they differ in size.
@@ -131,6 +139,8 @@ def diff(
             f"only versions of one layout have a delta; found buffers of {len(old)} and {len(new)}"
             " bytes; send the first version of a layout in full"
         )
+    if limit == 0:
+        return None
     nbytes = len(new)
     differing = differences(old, new, (nbytes if limit is None else limit) // (2 * WORD))
     wheres = {
@@ -166,23 +176,6 @@ def diff(
         where=wheres[unit],
         values=torch.cat([values, new[nbytes // unit * unit :]]),
     )
-
-
-def encode_delta(
-    previous: torch.Tensor,
-    current: torch.Tensor,
-    link_bytes_per_s: float,
-    *,
-    base: int,
-    scan_bytes_per_s: float,
-) -> Delta | None:
-    """The delta from the version `base` that the reader holds, or None where sending `current` in
-    full is cheaper.
-
-    On a link that is as fast as the scan nothing is scanned. Buffers as for `diff`.
-    """
-    limit = most_bytes(len(current), link_bytes_per_s, scan_bytes_per_s)
-    return diff(previous, current, base=base, limit=limit) if limit else None
 
 
 def apply_delta(buffer: torch.Tensor, delta: Delta) -> None:
@@ -275,3 +268,162 @@ def _eight(device: torch.device) -> torch.Tensor:
 def aligned(data: torch.Tensor) -> torch.Tensor:
     """The same bytes where wider numbers may be read from them."""
     return data if data.storage_offset() % 8 == 0 else data.clone()
+
+
+WHOLE_CHUNK = -1
+"""Instead of the bytes of a delta: the message travels as it is."""
+SCAN_BYTES_PER_S = 0.8e9
+"""Of messages of which one word in a hundred changed: gathered and compared by the sender, then
+gathered, changed and verified by the receiver, on a core each; about a third of it without a C
+compiler."""
+
+
+class Gathered:
+    """The messages of a version that lies in one rank's tensors, one at a time, in memory of their
+    own.
+    """
+
+    def __init__(
+        self,
+        chunks: Mapping[int, Sequence[Chunk]],
+        tensors: Tensors,
+        *,
+        sending: bool,
+        device: TransferDevice,
+    ) -> None:
+        """`tensors`: the source's if `sending`, else the destination's. `device`: where messages
+        lie.
+        """
+        self._steps = {
+            (step.peer, step.tag): step
+            for peer, peer_chunks in chunks.items()
+            for step in (
+                step_of(peer, at + 1, chunk, tensors, sending, device)
+                for at, chunk in enumerate(peer_chunks)
+            )
+        }
+        size = (
+            -(-max((step.nbytes for step in self._steps.values()), default=0) // ALIGNMENT)
+            * ALIGNMENT
+        )
+        memory = torch.empty(size, dtype=torch.uint8, device=device.device)
+        for step in self._steps.values():
+            step.use(memory, sending=True)
+
+    def message(self, peer: int, tag: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """uint8[nbytes], which the next call overwrites, and the checksum of each fragment,
+        int64[n, 2].
+        """
+        step = self._steps[peer, tag]
+        step.data.zero_()
+        sums = torch.zeros((len(step.names), 2), dtype=torch.int64, device=step.data.device)
+        step.pack(sums)
+        return step.data, sums
+
+
+class DeltaMessage:
+    """A message to one peer, as a delta."""
+
+    def __init__(self, step: ChunkMessage, delta: Delta, sums: torch.Tensor) -> None:
+        """`step`: the message in full. `sums`: of its fragments, int64[n, 2]."""
+        self.peer, self.tag, self.names = step.peer, step.tag, step.names
+        self.data = delta.to_bytes()
+        self.nbytes = len(self.data)
+        self._sums = sums
+
+    def pack(self, sums: torch.Tensor) -> None:
+        """It is ready to be sent: add the checksums of the whole message's fragments."""
+        sums += self._sums
+
+    def known(self, rows: Mapping[PlaceKey, int]) -> None:
+        """None: it has them."""
+
+    def sum(self, sums: torch.Tensor) -> None:
+        """Nothing: `pack` adds them."""
+
+
+class Patch:
+    """A message from one peer, as a delta on the version that `base` has."""
+
+    def __init__(self, step: ChunkMessage, nbytes: int, base: Gathered) -> None:
+        """`step`: the message in full. `nbytes`: of the delta."""
+        self.peer, self.tag, self.names = step.peer, step.tag, step.names
+        self._step, self._nbytes, self._base = step, nbytes, base
+        self._data: torch.Tensor | None = None
+
+    @property
+    def data(self) -> torch.Tensor:
+        """Where the delta lies, from the first use until it is unpacked."""
+        if self._data is None:
+            self._data = torch.empty(self._nbytes, dtype=torch.uint8, device=self._step.data.device)
+        return self._data
+
+    def unpack(self, sums: torch.Tensor) -> bool:
+        """Put the message into its places, and add the checksum of each fragment; False where the
+        delta is damaged or unfit.
+        """
+        message, _ = self._base.message(self.peer, self.tag)
+        try:
+            apply_delta(message, Delta.from_bytes(self.data))
+        except (MessageError, WeightError):
+            return False
+        finally:
+            self._data = None
+        self._step.data.copy_(message)
+        return self._step.unpack(sums)
+
+
+def changes(
+    steps: Sequence[ChunkMessage],
+    current: Gathered,
+    bases: Mapping[int, tuple[int, Gathered]],
+    staged: StagedSums | None,
+    link_bytes_per_s: float,
+) -> list[ChunkMessage | DeltaMessage]:
+    """What to send: of each message the delta from its peer's version, where that is cheaper, else
+    itself.
+
+    `bases`: by peer, the version that it has. `staged`: checksums of the current version.
+    """
+    messages: list[ChunkMessage | DeltaMessage] = []
+    for step in steps:
+        delta = None
+        if step.peer in bases:
+            version, base = bases[step.peer]
+            before, _ = base.message(step.peer, step.tag)
+            now, sums = current.message(step.peer, step.tag)
+            limit = most_bytes(len(now), link_bytes_per_s, SCAN_BYTES_PER_S)
+            delta = diff(before, now, base=version, limit=limit)
+            staged_rows = step.known(staged.rows) if staged else None
+            sums = staged.values[staged_rows] if staged and staged_rows is not None else sums
+        messages.append(step if delta is None else DeltaMessage(step, delta, sums))
+    return messages
+
+
+def sizes(messages: Sequence[Outbound]) -> dict[int, list[int]]:
+    """By peer: the bytes of each delta, WHOLE_CHUNK where it is none."""
+    by_peer: dict[int, list[int]] = {}
+    for message in messages:
+        size = message.nbytes if isinstance(message, DeltaMessage) else WHOLE_CHUNK
+        by_peer.setdefault(message.peer, []).append(size)
+    return by_peer
+
+
+def patches(
+    steps: Sequence[ChunkMessage], peer_sizes: Mapping[int, Sequence[int]], base: Gathered | None
+) -> list[ChunkMessage | Patch]:
+    """What to receive, given the peers' `sizes`. WeightError for impossible sizes."""
+    sizes_left = {peer: iter(of_peer) for peer, of_peer in peer_sizes.items()}
+    inbound: list[ChunkMessage | Patch] = []
+    for step in steps:
+        size = next(sizes_left[step.peer])
+        if size == WHOLE_CHUNK:
+            inbound.append(step)
+        elif base is None or not 0 < size < step.nbytes:
+            raise WeightError(
+                f"a peer told of a delta that cannot be; found {size} bytes for a message of"
+                f" {step.nbytes}; trainer and generators must run the same release"
+            )
+        else:
+            inbound.append(Patch(step, size, base))
+    return inbound

@@ -20,10 +20,9 @@ from transport.weights.errors import SegmentError
 from transport.weights.executors.device import TransferDevice
 from transport.weights.executors.peer_memory import DeviceMemory, Handle, PeerBuffer, PeerMemory
 from transport.weights.layout.flat import FlatLayout
-from transport.weights.memory import buffers
+from transport.weights.memory import views
 from transport.weights.sharded.chunks import Chunk, PlaceKey, place
-from transport.weights.sharded.receive_buffers import Buffer
-from transport.weights.sharded.staging import Tensors
+from transport.weights.sharded.staging import Buffer, Tensors
 from transport.weights.sharded.steps import recent
 from transport.weights.sharded.transfer import Arriving, GroupExchange, Hearing
 
@@ -48,7 +47,7 @@ def peer_memory(
     """
     if backend == "cuda_ipc":
         if memory is None:
-            from transport.weights.executors.cuda_memory import CudaMemory
+            from transport.weights.executors.cuda_ipc import CudaMemory
 
             memory = CudaMemory(device)
         return PeerMemory(memory)
@@ -66,7 +65,6 @@ class Deposit:
         ours: Tensors,
         theirs: Tensors,
         device: TransferDevice,
-        threads: int,
     ) -> None:
         self.peer, self.tag = peer, tag
         self.names = [part.copy.tensor for part in chunk.fragments]
@@ -80,7 +78,7 @@ class Deposit:
         shaped = [
             source.view(target.shape) for source, target in zip(sources, targets, strict=True)
         ]
-        self._copier = device.copier(targets, shaped, threads=threads)
+        self._copier = device.copier(targets, shaped)
 
     def pack(self, sums: torch.Tensor) -> None:
         """Write it, and add the checksum of each fragment."""
@@ -119,7 +117,7 @@ class _Opened:
 
     def __init__(self, buffer: PeerBuffer, flat: FlatLayout) -> None:
         self._buffer = buffer
-        named = zip(flat.tensors, buffers.views(flat, buffer.buffer), strict=True)
+        named = zip(flat.tensors, views(flat, buffer.buffer), strict=True)
         self.views = {spec.name: view for spec, view in named}
         self.steps: dict[int, list[Deposit]] = {}
 
@@ -143,13 +141,12 @@ class Deposits:
         flats: Mapping[int, FlatLayout],
         memory: PeerMemory,
         device: TransferDevice,
-        threads: int,
     ) -> None:
         """`chunks`, `flats`: what goes to each peer, round by round, and how
         its buffers are laid out. `device`: where this rank's tensors lie.
         """
         self._exchange, self._chunks, self._flats, self._memory = exchange, chunks, flats, memory
-        self._device, self._threads = device, threads
+        self._device = device
         self._opened: dict[int, dict[bytes, _Opened]] = {peer: {} for peer in chunks}
         self._places = self._asked()
 
@@ -195,7 +192,7 @@ class Deposits:
 
     def _compiled(self, peer: int, tensors: Tensors, opened: _Opened) -> list[Deposit]:
         return [
-            Deposit(peer, number, chunk, tensors, opened.views, self._device, self._threads)
+            Deposit(peer, number, chunk, tensors, opened.views, self._device)
             for number, chunk in enumerate(self._chunks[peer], 1)
         ]
 

@@ -13,31 +13,30 @@ from typing import Any, Literal
 
 import torch
 
-from transport.weights.errors import (
-    AddressTaken,
-    LayoutMismatch,
-    SegmentError,
-    WeightError,
-    waited,
-)
+from transport.weights.errors import SegmentError, WeightError
 from transport.weights.executors.device import TransferDevice, transfer_device
 from transport.weights.executors.peer_memory import DeviceMemory
 from transport.weights.layout.layout import Layout
-from transport.weights.protocol.membership import VerifiedOffer
-from transport.weights.protocol.messages import BROKEN, DAMAGED, WHOLE, FormGroup, Join, Note
-from transport.weights.protocol.pace import Deadlines
+from transport.weights.protocol.membership import Deadlines, ReaderEnd, VerifiedOffer
+from transport.weights.protocol.messages import (
+    BROKEN,
+    DAMAGED,
+    WHOLE,
+    FormGroup,
+    Join,
+    StartTransfer,
+)
 from transport.weights.protocol.ranks import (
     GroupVersion,
     ReaderRank,
-    Transfer,
     TransferOutcome,
 )
 from transport.weights.sharded.chunks import chunks_to, joint_plan
 from transport.weights.sharded.control import ControlThread, MemberSocket, NetworkEnd
+from transport.weights.sharded.delta import WHOLE_CHUNK, Gathered, Patch, patches
 from transport.weights.sharded.process_group import Meeting
 from transport.weights.sharded.put import Arrivals, peer_memory
-from transport.weights.sharded.receive_buffers import Buffer, ReceiveBuffers
-from transport.weights.sharded.recoding import WHOLE_CHUNK, Gathered, Patch, patches
+from transport.weights.sharded.staging import Buffer, ReceiveBuffers
 from transport.weights.sharded.steps import ChunkMessage, compiled, recent
 from transport.weights.sharded.transfer import DEPTH, Arriving, GroupExchange
 
@@ -45,7 +44,7 @@ HEAR_S = 0.05
 """For a rank to hear of a version that another one has been told of at the same time."""
 
 
-class ShardedReader:
+class ShardedReader(ReaderEnd[ReaderRank]):
     """Takes versions of one model, of which this rank of a reader group holds a shard. For a
     single-threaded loop.
 
@@ -87,10 +86,11 @@ class ShardedReader:
         where the trainer may be on another host than this rank. `seek`: where the trainer listens
         now, asked while it is silent; empty where nobody knows.
         """
+        super().__init__(f"rank {rank} of group '{name}'", clock)
         self.layout, self.rank, self.name = layout, rank, name
         self.ranks = ranks if ranks is not None else layout.ranks
         self._deadlines = deadlines or Deadlines()
-        self._view, self._device, self._clock = adopt == "view", transfer_device(device), clock
+        self._view, self._device = adopt == "view", transfer_device(device)
         self._in_host = in_host
         self._buffers: ReceiveBuffers | None = None
         self._memory_of = functools.cache(
@@ -107,7 +107,6 @@ class ShardedReader:
         self._arriving_at = 0.0
         """When the newest version began to arrive; no other does before it was adopted."""
         self._torn = False
-        self._closed = False
         join = Join(
             group=name,
             rank=rank,
@@ -124,8 +123,7 @@ class ShardedReader:
             self._member,
             self._connect,
             line=MemberSocket(address, host.keys if host else None, seek),
-            heartbeat_s=self._deadlines.heartbeat_s,
-            transfer_s=self._deadlines.transfer_s,
+            deadlines=self._deadlines,
             clock=clock,
             heard=self._announce,
             host=host.address if host else "",
@@ -133,29 +131,9 @@ class ShardedReader:
         self._started = False
 
     @property
-    def version(self) -> int:
-        """The version that the attached tensors hold, -1 for none."""
-        return -1 if self._torn else self._member.version
-
-    @property
-    def epoch(self) -> int:
-        """The epoch under which the group is in, 0 while it is not."""
-        return self._member.epoch
-
-    @property
-    def note(self) -> Note:
-        """The newest note of the trainer."""
-        return dict(self._member.note)
-
-    @property
     def refused(self) -> str:
         """What was found in the last version, if it was damaged; then the one before is kept."""
         return self._member.refused
-
-    @property
-    def silent_s(self) -> float:
-        """Seconds since the trainer was last heard; infinite if never."""
-        return self._clock() - self._member.heard
 
     @property
     def socket(self) -> sockets.socket:
@@ -199,15 +177,7 @@ class ShardedReader:
             raise WeightError(
                 "the control thread of this reader has ended; see its error"
             ) from self._control.error
-        if self._member.replaced:
-            raise AddressTaken(
-                f"another process has taken rank {self.rank} of group '{self.name}'; found this one"
-                " fenced off for good; give each group its own name"
-            )
-        if self._member.denied:
-            raise LayoutMismatch(
-                f"group '{self.name}' cannot take the trainer's weights; {self._member.denied}"
-            )
+        self._check()
         if no_room := self._no_room:
             self._no_room = None
             raise no_room
@@ -275,33 +245,13 @@ class ShardedReader:
         return self.version
 
     def wait(self, version: int, timeout_s: float) -> int:
-        """Poll and adopt until this version, or a newer one, is held; the version held.
-
-        PeerGone when the trainer was not heard in all that time, WaitTimeout when it was but had
-        none.
-        """
+        """As `ReaderEnd.wait`; WeightError where nothing is attached."""
         if not self._started:
             raise WeightError(
-                f"rank {self.rank} of group '{self.name}' has nowhere to put versions; found"
-                " nothing attached; call attach with this rank's local tensors first"
+                f"{self._whose} has nowhere to put versions; found nothing attached; call attach"
+                " with this rank's local tensors first"
             )
-        begun = self._clock()
-        deadline = begun + timeout_s
-        while True:
-            if self.poll() is not None:
-                self.adopt()
-            if self.version >= version:
-                return self.version
-            remaining_s = deadline - self._clock()
-            if remaining_s <= 0:
-                break
-            with self._control.changed:
-                if self._member.offer < 0:
-                    self._control.changed.wait(min(remaining_s, 0.05))
-        is_alive = self._member.heard >= begun
-        raise waited(
-            f"rank {self.rank} of group '{self.name}'", version, timeout_s, self.version, is_alive
-        )
+        return super().wait(version, timeout_s)
 
     def close(self) -> None:
         """Leave the trainer; attached tensors keep the version held."""
@@ -313,6 +263,15 @@ class ShardedReader:
             self._buffers.close()
         self._woken.close()
         self._waker.close()
+
+    @property
+    def _is_torn(self) -> bool:
+        return self._torn
+
+    def _rest(self, timeout_s: float) -> None:
+        with self._control.changed:
+            if self._member.offer < 0:
+                self._control.changed.wait(timeout_s)
 
     def _hold(self, began: float) -> VerifiedOffer | None:
         with self._control.changed:
@@ -335,10 +294,6 @@ class ShardedReader:
     def _connect(self, form: FormGroup, meeting: Meeting) -> Receiving:
         assert self._buffers is not None
         return Receiving(self, self._buffers, form, meeting)
-
-    def _require_open(self) -> None:
-        if self._closed:
-            raise WeightError("this reader is closed; found a call after close; make a new one")
 
 
 def _segment(offered: GroupVersion) -> str:
@@ -384,7 +339,7 @@ class Receiving:
             with contextlib.suppress(SegmentError, TimeoutError), self._device.beside():
                 self._ahead(self._reader._clock() + self._form_s)
 
-    def transfer(self, transfer: Transfer, deadline: float) -> TransferOutcome:
+    def transfer(self, transfer: StartTransfer, deadline: float) -> TransferOutcome:
         """Receive a version."""
         self._reader._arriving_at = self._reader._clock()
         if self._buffers.is_empty:

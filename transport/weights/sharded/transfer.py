@@ -16,7 +16,7 @@ import torch
 from transport.errors import WaitTimeout
 from transport.native.sums import folded_there
 from transport.weights.executors.device import Mark, TransferDevice
-from transport.weights.protocol.messages import BROKEN, DAMAGED, WHOLE, FormGroup
+from transport.weights.protocol.messages import DAMAGED, WHOLE, FormGroup
 from transport.weights.protocol.ranks import TransferOutcome
 from transport.weights.sharded.chunks import PlaceKey
 from transport.weights.sharded.process_group import ONE_SIDED, Meeting, ProcessGroup
@@ -71,10 +71,6 @@ class Inbound(Protocol):
         """Put it into its places, and add the checksum of each fragment; False where what came
         cannot be used.
         """
-
-
-class Cancelled(RuntimeError):
-    """The epoch is over."""
 
 
 class SumRows:
@@ -248,25 +244,10 @@ class GroupExchange:
 
     def send(
         self, steps: Sequence[Outbound], staged: StagedSums | None, depth: int, deadline: float
-    ) -> TransferOutcome:
+    ) -> None:
         """Send all steps, then to each peer the sums of what it was sent: those `staged`, or made
-        on the way.
+        on the way. Errors as `receive`.
         """
-        return self._guarded(lambda: self._send(steps, staged, depth, deadline))
-
-    def receive(self, arriving: Arriving, deadline: float) -> TransferOutcome:
-        """Receive all steps, put them into place, and compare the sums with the peers'."""
-        return self._guarded(lambda: self._receive(arriving, deadline))
-
-    def _guarded(self, move: Callable[[], TransferOutcome]) -> TransferOutcome:
-        try:
-            return move()
-        except (RuntimeError, TimeoutError) as error:
-            return TransferOutcome(BROKEN, f"{error}".splitlines()[0][:300])
-
-    def _send(
-        self, steps: Sequence[Outbound], staged: StagedSums | None, depth: int, deadline: float
-    ) -> TransferOutcome:
         works = _InOrder(lambda work: self._order(work, deadline))
         reads: dict[int, int] = {}
         """By address of a message, the last that was sent from there."""
@@ -302,9 +283,12 @@ class GroupExchange:
             works.add(self._group.send(checksums[own], peer, SUMS_TAG))
         works.behind(works.count - 1)
         self.reach(self._device.mark(), deadline)
-        return TransferOutcome(WHOLE)
 
-    def _receive(self, arriving: Arriving, deadline: float) -> TransferOutcome:
+    def receive(self, arriving: Arriving, deadline: float) -> TransferOutcome:
+        """Receive all steps, put them into place, and compare the sums with the peers'.
+        RuntimeError or TimeoutError when a peer is gone, the deadline has passed, or `abort` was
+        called.
+        """
         rows, sums = self._summed(arriving.steps)
         bad: set[str] = set()
         names = [""] * rows.count
@@ -344,4 +328,4 @@ class GroupExchange:
 
     def _require_going(self) -> None:
         if self._over.is_set():
-            raise Cancelled("the transfer was given up")
+            raise RuntimeError("the transfer was given up")

@@ -10,7 +10,6 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from typing import Literal
 
 import torch
@@ -20,9 +19,9 @@ from transport.weights.errors import WeightError
 from transport.weights.executors.device import TransferDevice, transfer_device
 from transport.weights.executors.peer_memory import DeviceMemory
 from transport.weights.layout.layout import Layout
-from transport.weights.protocol.messages import WHOLE, FormGroup, Note
-from transport.weights.protocol.pace import Deadlines
-from transport.weights.protocol.ranks import SourceRank, Transfer, TransferOutcome
+from transport.weights.protocol.membership import Deadlines
+from transport.weights.protocol.messages import WHOLE, FormGroup, Note, StartTransfer
+from transport.weights.protocol.ranks import SourceRank, TransferOutcome
 from transport.weights.protocol.roster import ReaderStatus, Sent
 from transport.weights.protocol.rounds import Coordinator
 from transport.weights.sharded.chunks import chunks_from, joint_plan
@@ -32,9 +31,9 @@ from transport.weights.sharded.control import (
     MemberSocket,
     NetworkEnd,
 )
+from transport.weights.sharded.delta import Gathered, changes, sizes
 from transport.weights.sharded.process_group import ONE_SIDED, Backend, Meeting
 from transport.weights.sharded.put import Deposits, peer_memory
-from transport.weights.sharded.recoding import Gathered, changes, sizes
 from transport.weights.sharded.staging import BorrowedTensors, Snapshots, Staging, Tensors, checked
 from transport.weights.sharded.steps import ChunkMessage, compiled, recent
 from transport.weights.sharded.transfer import DEPTH, GroupExchange, Outbound
@@ -66,7 +65,6 @@ class ShardedWriter:
         device: str | torch.device | TransferDevice = "cpu",
         hold: Literal["snapshot", "until_settle"] = "snapshot",
         bucket_bytes: int = BUCKET_BYTES,
-        threads: int = 1,
         link_bytes_per_s: float | None = None,
         deadlines: Deadlines | None = None,
         clock: Callable[[], float] = time.monotonic,
@@ -86,7 +84,7 @@ class ShardedWriter:
         the trainer's tensors, which must not change until `settle` has returned. `device`: where
         versions are sent from; with nccl and cuda_ipc this rank's GPU, and then `publish` and
         `settle` are called on the stream that changes the tensors. `bucket_bytes`: of a message, at
-        most. `threads`: for the copy. `link_bytes_per_s`: to readers, where it is slow: a rank that
+        most.  `link_bytes_per_s`: to readers, where it is slow: a rank that
         has an earlier version is sent what changed since, bit for bit; WeightError where none is
         kept, or nothing is sent. `attempt`: the scheduler's, at this process; a later one
         takes the rank's place, whatever clocks say. `memory`: stands in for a GPU's, by cuda_ipc.
@@ -99,7 +97,7 @@ class ShardedWriter:
         self._local = layout.local(rank)
         self._deadlines = deadlines or Deadlines()
         self._clock = clock
-        self._device, self._threads = transfer_device(device), threads
+        self._device = transfer_device(device)
         self._memory_of = functools.cache(
             lambda backend: peer_memory(backend, self._device.device, memory)
         )
@@ -107,7 +105,7 @@ class ShardedWriter:
         self._staging: Staging = (
             BorrowedTensors(self._device)
             if self._borrows
-            else Snapshots(layout, rank, self._device, part_bytes=bucket_bytes, threads=threads)
+            else Snapshots(layout, rank, self._device, part_bytes=bucket_bytes)
         )
         self._newest = -1
         self._sent: Counter[str] = Counter()
@@ -143,8 +141,7 @@ class ShardedWriter:
             self._connect,
             line=None if listener else MemberSocket(address, keys),
             host=host.address if host else "",
-            heartbeat_s=self._deadlines.heartbeat_s,
-            transfer_s=self._deadlines.transfer_s,
+            deadlines=self._deadlines,
             clock=clock,
             coordinator=coordinator,
             listener=listener,
@@ -353,13 +350,12 @@ class Sending:
                     },
                     memory,
                     self._device,
-                    writer._threads,
                 )
 
     def prepare(self) -> None:
         """Nothing: receivers are asked for their places after each transfer."""
 
-    def transfer(self, transfer: Transfer, deadline: float) -> TransferOutcome:
+    def transfer(self, transfer: StartTransfer, deadline: float) -> TransferOutcome:
         """Send a version."""
         with self._device.beside():
             self._device.after(self._staging.ready(transfer.version))
@@ -377,13 +373,12 @@ class Sending:
             whole = steps = [step for step in steps if step.peer - self._form.sources in taking]
             messages = self._changes(version, steps, deadline) if self._link else steps
         depth = len(messages) if self._deposits else DEPTH
-        outcome = self._exchange.send(messages, self._staging.sums(version), depth, deadline)
-        sent, in_full = self._bytes(messages), self._bytes(whole)
-        if outcome.state == WHOLE:
-            with self._writer._control.changed:
-                for reader, columns in self._form.columns.items():
-                    self._writer._sent[reader] += sum(sent[columns.start : columns.stop])
-        return replace(outcome, sent=sent, whole=in_full)
+        self._exchange.send(messages, self._staging.sums(version), depth, deadline)
+        sent = self._bytes(messages)
+        with self._writer._control.changed:
+            for reader, columns in self._form.columns.items():
+                self._writer._sent[reader] += sum(sent[columns.start : columns.stop])
+        return TransferOutcome(WHOLE, sent=sent, whole=self._bytes(whole))
 
     def _bytes(self, messages: Sequence[Outbound]) -> list[int]:
         """By rank of the readers."""

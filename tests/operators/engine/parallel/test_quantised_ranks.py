@@ -21,6 +21,7 @@ from operators.engine.build import make_engine
 from operators.engine.precision import linear_weights, quantise, unrounded
 from operators.engine.precision.intake import SCALE
 from transport.weights.encoding import Encoding
+from transport.weights.layout.from_torch import layout_of
 from transport.weights.tensor_encoder import Encoder
 
 pytestmark = pytest.mark.usefixtures("forked")
@@ -45,9 +46,8 @@ def encoded(model: Any, weights: str) -> dict[str, torch.Tensor]:
     """What one trainer rank sends."""
     parameters = dict(model.named_parameters())
     form = weights.removesuffix("_dynamic")
-    return Encoder(Encoding(quantized=form, names=linear_weights(model)), parameters).encode(
-        parameters
-    )
+    encoding = Encoding(quantized=form, names=linear_weights(model))
+    return Encoder(encoding, layout_of(parameters, [0]), 0, parameters).encode(parameters)
 
 
 def slice_of(name: str, full: torch.Tensor, rank: int, size: int) -> torch.Tensor:

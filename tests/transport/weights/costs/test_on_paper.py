@@ -14,10 +14,10 @@ from dataflow.planning.model_size import ModelSize
 from transport.weights import LayoutMismatch
 from transport.weights.costs.__main__ import main
 from transport.weights.costs.decoder import NAMED, STYLES, Decoder
-from transport.weights.costs.interconnect import Interconnect, in_rounds
+from transport.weights.costs.explain import Interconnect, in_rounds
 from transport.weights.costs.on_paper import STATE, OnPaper, RankGrid, on_paper
-from transport.weights.layout.layout import Layout
-from transport.weights.layout.parallel_plan import mesh_layout, tensor_parallel_layout
+from transport.weights.layout.layout import Layout, Mesh
+from transport.weights.layout.parallel_plan import mesh_layout
 
 WIDTH, INNER, KEYS, VOCABULARY, LAYERS = 16384, 53248, 1024, 128256, 126
 REPLICAS, RANKS = 64, 8
@@ -195,8 +195,8 @@ def test_the_tensors_of_a_config_are_those_of_its_model(family, tmp_path):
     assert found == {
         name: (tuple(each.shape), "float32") for name, each in model.named_parameters()
     }
-    assert tensor_parallel_layout(found, STYLES, range(2)) == tensor_parallel_layout(
-        found, model.tp_plan, range(2)
+    assert mesh_layout(found, STYLES, Mesh.of(1, 1, 2)) == mesh_layout(
+        found, model.tp_plan, Mesh.of(1, 1, 2)
     )
 
 

@@ -22,7 +22,6 @@ from transport.weights.sharded.delta import (
     Delta,
     apply_delta,
     diff,
-    encode_delta,
     most_bytes,
 )
 
@@ -238,15 +237,15 @@ def test_a_delta_below_the_limit_is_cheaper_and_one_above_is_not(nbytes, link, s
 def test_few_changes_are_a_delta_on_a_slow_link_and_full_on_a_fast_one():
     old = buffer(FULL)
     new = changed(old, list(range(0, FULL, 200)))
-    delta = encode_delta(old, new, 1e8, base=1, scan_bytes_per_s=1e9)
+    delta = diff(old, new, base=1, limit=most_bytes(FULL, 1e8, 1e9))
     assert delta.size < FULL / 40
     assert torch.equal(applied(delta, old), new)
-    assert encode_delta(old, new, 2e9, base=1, scan_bytes_per_s=1e9) is None
+    assert diff(old, new, base=1, limit=most_bytes(FULL, 2e9, 1e9)) is None
 
 
 def test_many_changes_are_sent_in_full_over_any_link():
     old = buffer(FULL)
-    assert encode_delta(old, old ^ 0xFF, 1.0, base=1, scan_bytes_per_s=1e9) is None
+    assert diff(old, old ^ 0xFF, base=1, limit=most_bytes(FULL, 1.0, 1e9)) is None
 
 
 def test_a_delta_is_sent_up_to_the_size_at_which_it_pays_and_no_further():

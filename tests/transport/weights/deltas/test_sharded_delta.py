@@ -11,8 +11,7 @@ from msgspec import structs
 from transport.weights import Layout, Mesh, ShardedWriter, WeightError
 from transport.weights.protocol.messages import CODEC, FormGroup
 from transport.weights.sharded import writer
-from transport.weights.sharded.delta import Delta
-from transport.weights.sharded.recoding import Patch
+from transport.weights.sharded.delta import Delta, Patch
 
 from ..sharded_rig import FAST, Group, Trainer, shards, until
 

@@ -21,8 +21,7 @@ from transport.weights import (
     WeightWriter,
 )
 from transport.weights.executors import cuda_ipc, peer_memory, shared_memory
-from transport.weights.executors.cuda_ipc import CudaIpc
-from transport.weights.executors.cuda_memory import CudaMemory
+from transport.weights.executors.cuda_ipc import CudaIpc, CudaMemory
 from transport.weights.executors.peer_memory import HostMemory
 
 from .. import programs
@@ -371,7 +370,7 @@ def test_a_trainer_killed_in_a_publish_leaves_its_last_version_and_the_next_one_
             reader.poll()
         assert reader.version == 1 and values(mine) == {1}
         with pytest.raises(AddressTaken, match=f"process {trainer.pid} alive"):
-            site.sweep()
+            site.writer(lambda: None)
         os.kill(trainer.pid, signal.SIGKILL)
         trainer.join(10)
         assert (reader.version, values(mine)) == (1, {1})
@@ -442,7 +441,7 @@ def test_a_reader_computes_on_when_its_trainer_on_the_same_gpu_was_killed(
     killed.set()
     generator.join(programs.DEADLINE_S)
     assert generator.exitcode == 0
-    CudaIpc(address).sweep()
+    CudaIpc(address).writer(lambda: None).close()
 
 
 @pytest.mark.gpu

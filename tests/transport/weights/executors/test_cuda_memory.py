@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from transport.weights import SegmentError
-from transport.weights.executors import cuda_memory
-from transport.weights.executors.cuda_memory import (
+from transport.weights.executors import cuda_ipc
+from transport.weights.executors.cuda_ipc import (
     OUT_OF_MEMORY,
     PAGE_BYTES,
     CudaMemory,
@@ -228,7 +228,7 @@ def test_every_failed_call_tells_its_name_and_code(library):
 def test_a_peers_buffer_is_written_from_the_senders_own_gpu_and_context(make, library, monkeypatch):
     opened = []
     monkeypatch.setattr(
-        cuda_memory, "tensor_at", lambda *place: (opened.append(place), Placed(place[3], 0))[1]
+        cuda_ipc, "tensor_at", lambda *place: (opened.append(place), Placed(place[3], 0))[1]
     )
     theirs = make(library, 1)
     handle = {**theirs.export(theirs.allocate(64)), "process": -1}

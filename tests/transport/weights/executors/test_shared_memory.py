@@ -22,7 +22,7 @@ from transport.weights import (
     WeightReader,
     WeightWriter,
 )
-from transport.weights.memory import buffers
+from transport.weights import writer as writing
 from transport.weights.protocol.messages import CODEC, Offer, Upcoming
 
 from ..conftest import leftovers, parameters, values
@@ -196,11 +196,11 @@ def test_an_offer_of_an_epoch_that_is_not_the_readers_is_ignored(address, reader
     router.close()
 
 
-def test_a_killed_writers_segments_can_be_swept(address):
+def test_a_killed_writers_segments_are_swept_by_the_next(address):
     site = SharedMemory(address)
     for name in ("one", "two"):
         (site.place.folder / f"{site.place.prefix}{name}").write_bytes(b"stale")
-    assert site.sweep() == 2
+    site.writer(lambda: None).close()
     assert leftovers(address) == set()
 
 
@@ -225,7 +225,7 @@ def steps(writer, reader, monkeypatch):
     mine = parameters()
     writer.publish(1, parameters(1))
     joined(writer, reader, mine)
-    fill, half = buffers.fill, LAYOUT.tensors[1].offset
+    fill, half = writing.fill, LAYOUT.tensors[1].offset
 
     def publish(version, between):
         def in_halves(filler, sources):
@@ -235,7 +235,7 @@ def steps(writer, reader, monkeypatch):
             return fill(filler, sources)
 
         with monkeypatch.context() as patch:
-            patch.setattr(buffers, "fill", in_halves)
+            patch.setattr(writing, "fill", in_halves)
             writer.publish(version, parameters(version))
         return mine
 
@@ -252,8 +252,8 @@ def until(condition, *ends):
 
 
 def follows(reader, version):
-    transfer = reader._transfer
-    return transfer is not None and transfer.version == version and transfer.verification.running
+    arrival = reader._arrival
+    return arrival is not None and arrival.version == version and arrival.running
 
 
 needs_compiler = pytest.mark.skipif(library() is None, reason="no C compiler: nobody reads along")
@@ -266,7 +266,7 @@ def test_a_reader_that_hears_of_a_version_before_its_first_byte_is_written_reads
     def late(peer, message):
         whole = send(peer, message)
         if isinstance(message, Upcoming):
-            until(lambda: reader._transfer is not None and reader._transfer.version == 2, reader)
+            until(lambda: reader._arrival is not None and reader._arrival.version == 2, reader)
             time.sleep(0.05)
         return whole
 
@@ -298,7 +298,7 @@ def test_a_publish_that_fails_half_way_leaves_its_followers_on_their_version(ste
 
     with pytest.raises(RuntimeError, match="out of memory"):
         steps(2, between)
-    until(lambda: not reader._transfer.verification.running, reader)
+    until(lambda: not reader._arrival.running, reader)
     assert reader.poll() is None
     mine = steps(3, lambda filler: until(lambda: follows(reader, 3), reader))
     until(lambda: reader.version == 3, writer, reader)

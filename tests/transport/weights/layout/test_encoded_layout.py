@@ -43,17 +43,11 @@ def test_every_part_of_a_row_has_the_row_s_scale_beside_it(layout, form):
     assert dtypes == {"w": narrow, "experts": narrow, "bias": "bfloat16"}
 
 
-def test_one_rank_s_layout_is_that_of_its_flat_buffer():
-    tensors = {
-        name: torch.zeros(shape, dtype=getattr(torch, dtype))
-        for name, (shape, dtype) in SHAPES.items()
-    }
-    for encoding in (
-        Encoding(),
-        Encoding(dtype="float16"),
-        Encoding(quantized="fp8", names=frozenset({"w"})),
-    ):
-        assert encoding.layout(Layout.whole(SHAPES)).flat(0) == encoding.flat_layout(tensors)
+def test_a_flat_buffer_has_aliases_of_what_lies_in_it():
+    layout = Layout.whole(SHAPES, aliases={"tied": "w"})
+    assert layout.flat(0).aliases == {"tied": "w"}
+    fused = Layout.cut(SHAPES, Mesh.of(2), lambda name: (0,), aliases={"tied": "w"})
+    assert fused.fused("both", ["w"]).flat(0).aliases == {"tied": "both"}
 
 
 def test_a_tensor_inside_of_another_is_refused():

@@ -18,9 +18,8 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from transport.weights import LayoutMismatch
 from transport.weights.layout.from_torch import layout_of
-from transport.weights.layout.layout import Layout
-from transport.weights.layout.parallel_plan import mesh_layout, tensor_parallel_layout
-from transport.weights.layout.shards import Mesh
+from transport.weights.layout.layout import Layout, Mesh
+from transport.weights.layout.parallel_plan import mesh_layout
 
 from ..sides import Local, gather_then_shard, same
 
@@ -248,7 +247,7 @@ def test_a_plan_of_transformers_gives_the_slices_that_transformers_cuts(make_mod
     layout = check(full, make)
     shapes = {name: (tuple(tensor.shape), "float32") for name, tensor in full.items()}
     plan = make_model().tp_plan
-    assert tensor_parallel_layout(shapes, plan, range(WORLD)) == layout
+    assert mesh_layout(shapes, plan, Mesh.of(1, 1, WORLD)) == layout
     cut = {
         name
         for name, held in layout.tensors.items()
@@ -263,15 +262,15 @@ def test_a_plan_may_lack_the_prefix_and_name_experts_by_the_stack():
         "model.layers.3.mlp.experts.gate_up_proj": ((4, 12, 6), "float32"),
         "model.norm.weight": ((6,), "float32"),
     }
-    packed = tensor_parallel_layout(
-        shapes, {"layers.*.mlp.experts.gate_up_proj": "packed_colwise"}, range(2)
+    packed = mesh_layout(
+        shapes, {"layers.*.mlp.experts.gate_up_proj": "packed_colwise"}, Mesh.of(1, 1, 2)
     )
     assert packed.local(1)["model.layers.3.mlp.experts.gate_up_proj"] == ((4, 6, 6), "float32")
     assert packed.tensors["model.layers.3.mlp.experts.gate_up_proj"].shards.start[
         :, 1
     ].tolist() == [0, 6, 3, 9]
-    grouped = tensor_parallel_layout(
-        shapes, {"layers.*.mlp.experts.gate_up_proj": "grouped_gemm"}, range(2)
+    grouped = mesh_layout(
+        shapes, {"layers.*.mlp.experts.gate_up_proj": "grouped_gemm"}, Mesh.of(1, 1, 2)
     )
     assert grouped.local(1)["model.layers.3.mlp.experts.gate_up_proj"] == ((2, 12, 6), "float32")
 
@@ -281,4 +280,4 @@ def test_an_unknown_style_is_refused():
         LayoutMismatch,
         match=r"cuts tensor 'a.weight' in a way .*; found style 'diagonal'; use one of",
     ):
-        tensor_parallel_layout({"a.weight": ((4, 4), "float32")}, {"a": "diagonal"}, range(2))
+        mesh_layout({"a.weight": ((4, 4), "float32")}, {"a": "diagonal"}, Mesh.of(1, 1, 2))

@@ -10,10 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from transport.weights import LayoutMismatch, MessageError
-from transport.weights.layout.layout import Layout, TensorLayout
-from transport.weights.layout.shards import Mesh, Shards
+from transport.weights.layout.layout import Layout, Mesh, Shards, TensorLayout
 
-from ..sides import MESHES, gather_then_shard, models, sides, whole
+from ..sides import MESHES, apart, gather_then_shard, models, sides, whole
 
 laid = models().flatmap(lambda tensors: sides(tensors, False))
 
@@ -196,7 +195,7 @@ def test_shards_must_fit_their_tensor_and_their_rank():
         match=r"must lie inside its rank's local tensor; found one .*; see local_start",
     ):
         Shards(np.array([0]), zero, four, zero, two)
-    shards = Shards.boxes([0], zero, four)
+    shards = apart([0], zero, four)
     for name, shape, dtype in (
         ("v", (4,), "float32"),
         ("w", (3,), "float32"),

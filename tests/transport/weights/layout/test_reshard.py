@@ -12,11 +12,10 @@ from hypothesis import strategies as st
 from rigs.examples import examples
 
 from transport.weights import LayoutMismatch
-from transport.weights.layout.layout import Layout
+from transport.weights.layout.layout import Layout, Mesh
 from transport.weights.layout.reshard import reshard
-from transport.weights.layout.shards import Mesh, Shards
 
-from ..sides import boxes, empty, execute, gather_then_shard, models, same, sides, whole
+from ..sides import apart, boxes, empty, execute, gather_then_shard, models, same, sides, whole
 
 pairs = models().flatmap(
     lambda tensors: st.tuples(st.just(tensors), sides(tensors, True), sides(tensors, False))
@@ -129,7 +128,7 @@ def test_sender_and_receiver_list_their_copies_in_one_order(found):
     _, source, destination = found
     plan = reshard(source, destination)
     sends = [plan.sends(rank) for rank in range(source.ranks)]
-    receives = [plan.receives(rank) for rank in range(destination.ranks)]
+    receives = [list(plan.copies(destination_rank=rank)) for rank in range(destination.ranks)]
     for one in range(source.ranks):
         assert all(copy.source_rank == one for copy in sends[one])
         for other in range(destination.ranks):
@@ -228,7 +227,7 @@ def test_a_cast_down_travels_in_the_smaller_dtype():
 
 def test_a_rank_that_holds_one_box_twice_counts_once_among_the_senders():
     ends = np.array([[0], [0], [0]]), np.array([[4], [4], [4]])
-    twice = Shards.boxes([0, 0, 1], *ends)
+    twice = apart([0, 0, 1], *ends)
     source = Layout.whole({f"t{n}": ((4,), "uint8") for n in range(4)})
     held = {
         name: type(each)(name=name, shape=(4,), dtype="uint8", shards=twice, into=name)
@@ -264,7 +263,7 @@ def test_layouts_of_two_models_are_refused(source, destination, message):
 def test_a_source_with_a_hole_is_refused():
     full = Layout.fsdp({"a": ((8, 2), "uint8")}, 4)
     shards = full.tensors["a"].shards
-    some = Shards.boxes(shards.ranks[:3], shards.start[:3], shards.stop[:3])
+    some = apart(shards.ranks[:3], shards.start[:3], shards.stop[:3])
     hole = Layout(
         tensors={
             "a": type(full.tensors["a"])(

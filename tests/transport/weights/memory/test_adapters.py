@@ -2,11 +2,10 @@
 its layers.
 """
 
-import pytest
 import torch
 import transformers
 
-from transport.weights import FlatLayout, LayoutMismatch
+from transport.weights import FlatLayout
 
 RANK = 2
 
@@ -62,14 +61,13 @@ def logits(model):
 
 def test_a_reader_that_attaches_adapters_alone_computes_what_the_trainer_does(place):
     trainer, generator = llama(0), llama(1)
-    layout = FlatLayout.of(dict(trainer.named_parameters()))
-    first = place.writer(layout.only(is_base))
+    first = place.writer(FlatLayout.of(chosen(trainer, is_base)))
     reader = place.reader("base", attach=chosen(generator, is_base), adopt="copy")
     first.publish(0, chosen(trainer, is_base))
     place.settle(first, reader)
     reader.close()
     first.close()
-    writer = place.writer(layout.only(is_adapter))
+    writer = place.writer(FlatLayout.of(chosen(trainer, is_adapter)))
     reader = place.reader("adapters", attach=chosen(generator, is_adapter))
     base = {name: tensor.data_ptr() for name, tensor in chosen(generator, is_base).items()}
     for version in (1, 2, 3):
@@ -79,36 +77,3 @@ def test_a_reader_that_attaches_adapters_alone_computes_what_the_trainer_does(pl
         place.settle(writer, reader)
         assert torch.equal(logits(generator), logits(trainer))
     assert {name: tensor.data_ptr() for name, tensor in chosen(generator, is_base).items()} == base
-
-
-def test_a_version_of_adapters_has_their_bytes_and_no_more():
-    layout = FlatLayout.of(dict(llama(0).named_parameters()), dtype="bfloat16").only(is_adapter)
-    widths = {"q": 32, "k": 32, "v": 32, "o": 32, "gate": 40, "up": 40, "down": 40}
-    assert sum(spec.nbytes for spec in layout.tensors) == 2 * RANK * 2 * sum(widths.values())
-    assert len(layout.tensors) == 2 * 2 * len(widths)
-    assert layout.aliases == {}
-
-
-def test_every_tensor_travels_with_the_base_or_with_the_adapters():
-    layout = FlatLayout.of(dict(llama(0).named_parameters()))
-    parts = [layout.only(which) for which in (is_base, is_adapter)]
-    assert sorted(spec.name for part in parts for spec in part.tensors) == sorted(
-        spec.name for spec in layout.tensors
-    )
-
-
-def test_a_tensor_that_is_chosen_brings_its_aliases_along():
-    layout = FlatLayout.build(
-        [("a", (2,), "int8"), ("b", (3,), "int8")], aliases={"tied": "b", "other": "a"}
-    )
-    assert layout.only(lambda name: name == "b") == FlatLayout.build(
-        [("b", (3,), "int8")], aliases={"tied": "b"}
-    )
-
-
-def test_choosing_no_tensor_is_refused():
-    layout = FlatLayout.of(dict(llama(0).named_parameters()))
-    with pytest.raises(
-        LayoutMismatch, match=r"none of a layout's tensors is chosen.*model.embed_tokens.weight"
-    ):
-        layout.only(lambda name: ".adapter." in name)

@@ -11,7 +11,9 @@ from hypothesis import strategies as st
 from operators.engine.precision.linear import FORMATS, pack
 from transport.weights import FlatLayout, LayoutMismatch, tensor_encoder
 from transport.weights.encoding import QUANTIZED, Encoding
-from transport.weights.tensor_encoder import Encoder, decode, quantize
+from transport.weights.tensor_encoder import quantize
+
+from .encoded import decode, encoder_of, flat_layout
 
 FORMS = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
 
@@ -87,14 +89,14 @@ def test_a_row_that_is_not_finite_is_not_finite_when_it_arrives(form, poison):
     tensors = model()
     tensors["layers.0.q_proj.weight"][3, 5] = poison
     into = {"layers.0.q_proj.weight": torch.zeros(24, 16)}
-    decode(Encoder(Encoding(quantized=form), tensors).encode(tensors), into)
+    decode(encoder_of(Encoding(quantized=form), tensors).encode(tensors), into)
     rows = into["layers.0.q_proj.weight"].isfinite().all(1)
     assert not rows[3]
     assert rows.sum() == 23
 
 
 def test_matrices_travel_narrow_and_embeddings_norms_biases_heads_and_integers_do_not():
-    layout = Encoding(dtype="bfloat16", quantized="int8").flat_layout(model())
+    layout = flat_layout(Encoding(dtype="bfloat16", quantized="int8"), model())
     assert {spec.name: (spec.dtype, spec.shape) for spec in layout.tensors} == {
         "embed_tokens.weight": ("bfloat16", (11, 16)),
         "layers.0.q_proj.weight": ("int8", (24, 16)),
@@ -109,7 +111,7 @@ def test_matrices_travel_narrow_and_embeddings_norms_biases_heads_and_integers_d
 
 
 def test_named_tensors_alone_travel_narrow_where_names_are_given():
-    layout = Encoding(quantized="fp8", names=frozenset({"lm_head.weight"})).flat_layout(model())
+    layout = flat_layout(Encoding(quantized="fp8", names=frozenset({"lm_head.weight"})), model())
     assert {spec.name for spec in layout.tensors if spec.dtype == "float8_e4m3fn"} == {
         "lm_head.weight"
     }
@@ -118,14 +120,14 @@ def test_named_tensors_alone_travel_narrow_where_names_are_given():
 @pytest.mark.parametrize("name", ["nowhere", "layers.0.q_proj.bias", "steps"])
 def test_a_named_tensor_that_cannot_be_narrow_is_refused(name):
     with pytest.raises(LayoutMismatch, match=f"no floating matrix of this model; found '{name}'"):
-        Encoding(quantized="int8", names=frozenset({name})).flat_layout(model())
+        flat_layout(Encoding(quantized="int8", names=frozenset({name})), model())
 
 
 @pytest.mark.parametrize("dtype", [None, "bfloat16", "float16"])
 def test_without_a_narrow_format_the_layout_is_that_of_a_cast(dtype):
     tensors = model()
-    assert Encoding(dtype=dtype).flat_layout(tensors) == FlatLayout.of(tensors, dtype=dtype)
-    assert Encoder(Encoding(dtype=dtype), tensors).encode(tensors) == tensors
+    assert flat_layout(Encoding(dtype=dtype), tensors) == FlatLayout.of(tensors, dtype=dtype)
+    assert encoder_of(Encoding(dtype=dtype), tensors).encode(tensors) == tensors
 
 
 @pytest.mark.parametrize(
@@ -144,7 +146,7 @@ def test_what_was_encoded_is_decoded_into_any_dtype_within_its_rounding(form, dt
         name: torch.zeros_like(tensor, dtype=dtype if tensor.ndim else None)
         for name, tensor in tensors.items()
     }
-    encoded = Encoder(Encoding(dtype="bfloat16", quantized=form), tensors).encode(tensors)
+    encoded = encoder_of(Encoding(dtype="bfloat16", quantized=form), tensors).encode(tensors)
     decode(encoded, into)
     for name, tensor in tensors.items():
         narrowed = name + ":scale" in encoded
@@ -154,18 +156,18 @@ def test_what_was_encoded_is_decoded_into_any_dtype_within_its_rounding(form, dt
 
 
 def test_encoding_a_second_version_takes_no_memory_and_overwrites_the_first():
-    encoded = Encoder(Encoding(quantized="int8"), model())
+    encoded = encoder_of(Encoding(quantized="int8"), model())
     first, second = (encoded.encode(model(seed)) for seed in (1, 2))
     name = "layers.0.q_proj.weight"
     assert first[name].data_ptr() == second[name].data_ptr()
-    fresh = Encoder(Encoding(quantized="int8"), model()).encode(model(2))
+    fresh = encoder_of(Encoding(quantized="int8"), model()).encode(model(2))
     assert torch.equal(second[name], fresh[name])
 
 
 def test_tied_matrices_travel_narrow_once_under_whichever_name_they_are_published():
     weight = torch.randn(4, 8)
-    encoded = Encoder(Encoding(quantized="int8"), {"a.weight": weight, "b.weight": weight})
-    assert [spec.name for spec in encoded.layout.tensors] == ["a.weight", "a.weight:scale"]
+    encoded = encoder_of(Encoding(quantized="int8"), {"a.weight": weight, "b.weight": weight})
+    assert [spec.name for spec in encoded.layout.tensors.values()] == ["a.weight", "a.weight:scale"]
     both, other = (
         encoded.encode({"a.weight": weight, "b.weight": weight}),
         encoded.encode({"b.weight": weight}),
@@ -176,7 +178,7 @@ def test_tied_matrices_travel_narrow_once_under_whichever_name_they_are_publishe
 @pytest.mark.parametrize("change", [{}, {"layers.0.q_proj.weight": torch.zeros(24, 15)}])
 def test_another_model_than_the_encoder_was_made_for_is_refused(change):
     tensors = model()
-    encoded = Encoder(Encoding(quantized="int8"), tensors)
+    encoded = encoder_of(Encoding(quantized="int8"), tensors)
     del tensors["layers.0.q_proj.weight"]
     with pytest.raises(LayoutMismatch, match="'layers.0.q_proj.weight' cannot be quantized; found"):
         encoded.encode({**tensors, **change})
@@ -185,28 +187,28 @@ def test_another_model_than_the_encoder_was_made_for_is_refused(change):
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("adopt", ["view", "copy"])
 def test_versions_arrive_narrow_over_every_executor(place, form, adopt):
-    encoded = Encoder(Encoding(dtype="bfloat16", quantized=form), model())
+    encoded = encoder_of(Encoding(dtype="bfloat16", quantized=form), model())
     mine = {
         spec.name: torch.nn.Parameter(
             torch.zeros(spec.shape, dtype=getattr(torch, spec.dtype)), requires_grad=False
         )
-        for spec in encoded.layout.tensors
+        for spec in encoded.layout.tensors.values()
     }
     writer, reader = (
-        place.writer(encoded.layout, checksum="tensors"),
+        place.writer(encoded.layout.flat(0), checksum="tensors"),
         place.reader(attach=mine, adopt=adopt),
     )
     for version in (1, 2, 3):
         assert writer.publish(version, encoded.encode(model(version)))
         place.settle(writer, reader)
         halves = model(version, torch.bfloat16)
-        expected = Encoder(Encoding(quantized=form), halves).encode(halves)
+        expected = encoder_of(Encoding(quantized=form), halves).encode(halves)
         assert all(torch.equal(bits(mine[name].data), bits(expected[name])) for name in mine)
 
 
 def test_a_version_that_goes_out_later_has_the_numbers_it_was_published_with(place):
-    encoded = Encoder(Encoding(quantized="int8"), model())
-    writer, name = place.writer(encoded.layout), "layers.0.q_proj.weight"
+    encoded = encoder_of(Encoding(quantized="int8"), model())
+    writer, name = place.writer(encoded.layout.flat(0)), "layers.0.q_proj.weight"
     first, second = place.reader("first"), place.reader("second")
     trained = model(1)
     held = [
@@ -214,7 +216,7 @@ def test_a_version_that_goes_out_later_has_the_numbers_it_was_published_with(pla
             spec.name: torch.nn.Parameter(
                 torch.zeros(spec.shape, dtype=getattr(torch, spec.dtype)), requires_grad=False
             )
-            for spec in encoded.layout.tensors
+            for spec in encoded.layout.tensors.values()
         }
         for _ in range(2)
     ]

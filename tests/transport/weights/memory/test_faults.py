@@ -232,7 +232,7 @@ def test_a_failed_write_offers_nothing_and_the_next_one_works(place, monkeypatch
         raise RuntimeError("out of memory")
 
     with monkeypatch.context() as patch, pytest.raises(RuntimeError, match="out of memory"):
-        patch.setattr("transport.weights.memory.buffers.fill", torn)
+        patch.setattr("transport.weights.writer.fill", torn)
         writer.publish(2, parameters(2))
     place.settle(writer, reader)
     assert (reader.version, values(mine)) == (1, {1})
@@ -270,89 +270,6 @@ def test_a_reader_unheard_for_long_is_struck_off_and_may_come_back(place):
     writer.publish(1, parameters(1))
     place.settle(reader, writer)
     assert reader.version == 1
-
-
-@pytest.fixture
-def sliced(monkeypatch):
-    """No C compiler: a reader verifies with numpy, slice by slice."""
-    monkeypatch.setattr("transport.weights.memory.attached.library", lambda: None)
-
-
-def follow(place, writer, reader, version):
-    """Let both talk until the reader, which verifies a slice per poll, holds this version."""
-    for _ in range(1000):
-        place.settle(writer, reader)
-        if reader.version == version:
-            return
-    raise AssertionError(f"version {version} never came")
-
-
-@pytest.mark.usefixtures("sliced")
-@pytest.mark.parametrize("checksum", ["buffer", "tensors"])
-def test_a_version_verified_in_slices_is_offered_when_all_of_it_is_verified(place, checksum):
-    mine = parameters()
-    writer = place.writer(LAYOUT, checksum=checksum)
-    reader = place.reader(attach=mine, verify_bytes_per_poll=256)
-    writer.publish(1, parameters(1))
-    follow(place, writer, reader, 1)
-    writer.publish(2, parameters(2))
-    place.arrive(reader)
-    polls = 1
-    while not reader.poll():
-        assert values(mine) == {1}
-        polls += 1
-    assert polls >= LAYOUT.nbytes // (2 * 256)
-    assert reader.adopt() == 2
-    assert values(mine) == {2}
-
-
-@pytest.mark.usefixtures("sliced")
-def test_a_flipped_byte_is_found_by_the_slice_that_reads_it(place):
-    mine = parameters()
-    writer, reader = place.writer(LAYOUT), place.reader(attach=mine, verify_bytes_per_poll=256)
-    writer.publish(1, parameters(1))
-    follow(place, writer, reader, 1)
-    writer.publish(2, parameters(2))
-    place.flip(writer._offers.front.segment, LAYOUT.nbytes - 64)
-    with pytest.raises(ChecksumMismatch, match="keeps version 1"):
-        follow(place, writer, reader, 2)
-    assert values(mine) == {1}
-
-
-@pytest.mark.usefixtures("sliced")
-def test_a_newer_version_replaces_one_that_is_being_verified(place):
-    mine = parameters()
-    writer, reader = place.writer(LAYOUT), place.reader(attach=mine, verify_bytes_per_poll=64)
-    place.settle(writer, reader)
-    writer.publish(1, parameters(1))
-    place.arrive(reader)
-    assert reader.poll() is None
-    for version in (2, 3, 4):
-        assert writer.publish(version, parameters(version))
-    follow(place, writer, reader, 4)
-    assert values(mine) == {4}
-
-
-@pytest.mark.usefixtures("sliced")
-def test_a_reader_fenced_while_it_proves_a_version_lets_go_of_it(place):
-    mine = parameters()
-    writer = place.writer(LAYOUT)
-    slow = place.reader("slow", attach=mine, verify_bytes_per_poll=64)
-    fast = place.reader("fast", attach=parameters())
-    place.settle(writer, slow, fast)
-    writer.publish(1, parameters(1))
-    place.settle(writer, fast)
-    place.arrive(slow)
-    assert slow.poll() is None
-    writer.publish(2, parameters(2))
-    place.settle(writer, fast)
-    assert not writer.publish(3, parameters(3))
-    place.clock.now += PACE.release_s
-    place.settle(writer, fast)
-    assert (fast.version, writer.segments) == (3, (2, 1))
-    follow(place, writer, slow, 3)
-    assert values(mine) == {3}
-    assert writer.segments == (2, 0)
 
 
 def test_a_restarted_writer_of_another_model_is_refused(place):

@@ -143,7 +143,7 @@ def test_a_trainer_killed_in_a_publish_leaves_the_last_version_and_nothing_else(
             reader.poll()
         assert reader.note == {"half": "way"}
         with pytest.raises(AddressTaken, match=f"process {trainer.pid} alive"):
-            SharedMemory(address).sweep()
+            SharedMemory(address).writer(lambda: None)
         os.kill(trainer.pid, signal.SIGKILL)
         trainer.join(10)
         while reader.silent_s < PACE.silent_s:

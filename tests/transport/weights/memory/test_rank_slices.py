@@ -21,8 +21,9 @@ from transport.weights import (
     WeightError,
     WeightReader,
     WeightWriter,
+    memory,
 )
-from transport.weights.rank_reader import RankReader
+from transport.weights.reader import RankReader
 
 from ..conftest import values
 
@@ -118,7 +119,7 @@ def test_slices_by_rows_are_views_of_the_segment_and_all_others_are_copies(place
     writer.publish(1, full(1))
     place.settle(writer, reader, adopt=False)
     offer = reader.verify()
-    assert rank.enter(offer.segment, offer.version, reader.layout.to_plain())
+    assert rank.enter(offer.segment, offer.version, reader._layout.to_plain())
     rank.adopt()
     reader.adopt()
     for held, end in ((own, reader), (other, rank)):
@@ -129,6 +130,20 @@ def test_slices_by_rows_are_views_of_the_segment_and_all_others_are_copies(place
             sum(target.nbytes for target, _ in mapped.copies)
             == held["columns"].nbytes + held["fused"].nbytes
         )
+
+
+def test_a_version_that_ranks_take_together_is_summed_once(place, monkeypatch):
+    monkeypatch.setattr("transport.weights.memory.library", lambda: None)
+    summed, calls = memory.summed, []
+    monkeypatch.setattr(memory, "summed", lambda *of: (calls.append(1), summed(*of))[1])
+    own = empty()
+    writer, reader = place.writer(LAYOUT), place.reader()
+    reader.attach(own, PIECES)
+    writer.publish(1, full(1))
+    place.settle(writer, reader, adopt=False)
+    assert reader.verify() is not None and reader.adopt() == 1
+    assert calls == [1]
+    assert_holds(own, 1)
 
 
 def test_with_adopt_copy_no_slice_moves(place):
@@ -157,7 +172,7 @@ def test_after_close_a_rank_keeps_its_version_in_memory_of_its_own(place, compan
     writer.publish(1, full(1))
     place.settle(writer, reader, adopt=False)
     offer = reader.verify()
-    assert rank.enter(offer.segment, offer.version, reader.layout.to_plain())
+    assert rank.enter(offer.segment, offer.version, reader._layout.to_plain())
     assert rank.adopt() == rank.version == 1
     buffer = rank._attached._inside.segment.buffer
     rank.close()

@@ -13,9 +13,10 @@ from hypothesis import strategies as st
 
 from transport.weights import Layout, LayoutMismatch, Mesh, Shards, reshard
 from transport.weights.encoding import SCALE, Encoding
-from transport.weights.tensor_encoder import Encoder, ShardEncoder
+from transport.weights.tensor_encoder import Encoder
 
 from ..sides import Local, execute, gather_then_shard, meshed, same
+from .encoded import encoder_of
 
 NAMES = frozenset({"o", "experts", "up"})
 
@@ -74,7 +75,7 @@ def held_after(
     at a time.
     """
     exchanges: list[int] = []
-    encoders: list[ShardEncoder] = []
+    encoders: list[Encoder] = []
     own: list[torch.Tensor] = []
     agreed: list[torch.Tensor] = []
 
@@ -101,7 +102,7 @@ def held_after(
         for name, each in versions[0].items()
     }
     encoders = [
-        ShardEncoder(encoding, layout, rank, nothing | shards[0][rank], agree) for rank in everyone
+        Encoder(encoding, layout, rank, nothing | shards[0][rank], agree) for rank in everyone
     ]
     found: list[Local] = []
     for local in shards:
@@ -119,11 +120,8 @@ def held_after(
 
 
 def by_one_rank(encoding: Encoding, full: Full) -> Full:
-    encoder = Encoder(encoding, full)
-    return kept(
-        encoder.encode(full),
-        {spec.name: (spec.shape, spec.dtype) for spec in encoder.layout.tensors},
-    )
+    encoder = encoder_of(encoding, full)
+    return kept(encoder.encode(full), encoder.layout.local(0))
 
 
 @given(
@@ -232,7 +230,7 @@ def test_local_rows_that_hold_parts_of_several_are_refused() -> None:
         LayoutMismatch,
         match="'o' cannot be quantized on rank 0; found 2 rows in its local tensor for 4",
     ):
-        ShardEncoder(
+        Encoder(
             Encoding(quantized="int8"), layout, 0, {"o": torch.zeros(2, 8)}, lambda numbers: None
         )
 

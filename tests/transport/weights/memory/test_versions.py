@@ -5,8 +5,8 @@ from contextlib import closing
 import pytest
 import torch
 
-from transport.weights import FlatLayout, Hub, WeightReader, WeightWriter
-from transport.weights.memory import buffers
+from transport.weights import FlatLayout, Hub, WeightReader, WeightWriter, memory
+from transport.weights import writer as writing
 
 from ..conftest import PACE, parameters, values
 
@@ -245,20 +245,21 @@ def test_in_one_process_a_waiting_reader_is_answered_though_nobody_polls_the_wri
         assert values(mine) == {3}
 
 
-def test_copies_run_on_the_threads_they_were_given_and_leave_the_setting_alone(place, monkeypatch):
+def test_copies_run_on_one_thread_and_leave_the_setting_alone(place, monkeypatch):
     seen = []
 
     def noted(does):
         return lambda *what: (seen.append(torch.get_num_threads()), does(*what))[1]
 
-    for name in ("fill", "copy"):
-        monkeypatch.setattr(buffers, name, noted(getattr(buffers, name)))
+    monkeypatch.setattr(writing, "fill", noted(writing.fill))
+    monkeypatch.setattr(memory, "copy", noted(memory.copy))
     before = torch.get_num_threads()
-    writer, reader = (
-        place.writer(LAYOUT, threads=2),
-        place.reader(attach=parameters(), adopt="copy", threads=3),
-    )
-    writer.publish(1, parameters(1))
-    place.settle(writer, reader)
-    assert seen == [2, 3]
-    assert torch.get_num_threads() == before
+    torch.set_num_threads(3)
+    try:
+        writer, reader = place.writer(LAYOUT), place.reader(attach=parameters(), adopt="copy")
+        writer.publish(1, parameters(1))
+        place.settle(writer, reader)
+        assert seen == [1, 1]
+        assert torch.get_num_threads() == 3
+    finally:
+        torch.set_num_threads(before)

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from transport.weights.protocol.membership import Deadlines
 from transport.weights.protocol.messages import (
     BROKEN,
     CODEC,
@@ -24,13 +25,10 @@ from transport.weights.protocol.messages import (
     StoredValue,
     Verified,
 )
-from transport.weights.protocol.pace import Deadlines
 from transport.weights.protocol.ranks import (
     EndEpoch,
-    FormProcessGroup,
     ReaderRank,
     SourceRank,
-    Transfer,
     TransferOutcome,
 )
 from transport.weights.protocol.rounds import EPOCHS, Coordinator
@@ -167,8 +165,8 @@ class World:
                 self.work = [
                     (p, w) for p, w in self.work if p != peer or self.epoch(w) != action.epoch
                 ]
-            elif isinstance(action, FormProcessGroup | Transfer):
-                if isinstance(action, Transfer):
+            elif isinstance(action, FormGroup | StartTransfer):
+                if isinstance(action, StartTransfer):
                     key = action.epoch, action.round
                     self.begun[key].add(peer)
                     # Nobody sends what it does not have.
@@ -180,7 +178,7 @@ class World:
                     assert not [
                         w
                         for p, w in self.work
-                        if p == peer and isinstance(w, Transfer) and w.epoch == key[0]
+                        if p == peer and isinstance(w, StartTransfer) and w.epoch == key[0]
                     ]
                 self.work.append((peer, action))
             else:
@@ -190,7 +188,7 @@ class World:
 
     @staticmethod
     def epoch(work) -> int:
-        return work.form.epoch if isinstance(work, FormProcessGroup) else work.epoch
+        return work.epoch
 
     def send(self, out) -> None:
         for peer, message in out:
@@ -257,8 +255,8 @@ class World:
         peer, work = self.random.choice(possible)
         self.work.remove((peer, work))
         rank = self.ranks[peer]
-        if isinstance(work, FormProcessGroup):
-            self.act(peer, rank.formed(work.form.epoch, "", ""))
+        if isinstance(work, FormGroup):
+            self.act(peer, rank.formed(work.epoch, "", ""))
             return True
         lost = not self.taking[work.epoch, work.round] <= set(self.ranks)
         state = BROKEN if lost else WHOLE
@@ -276,7 +274,7 @@ class World:
         """A transfer ends once all take part, or when one of them is dead; one who waits for a
         frozen rank is stuck.
         """
-        if isinstance(work, FormProcessGroup):
+        if isinstance(work, FormGroup):
             return True
         everybody = self.taking[work.epoch, work.round]
         return self.begun[work.epoch, work.round] == everybody or not everybody <= set(self.ranks)

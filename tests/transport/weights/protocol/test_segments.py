@@ -16,8 +16,8 @@ from hypothesis.stateful import (
 from msgspec.structs import replace
 from rigs.examples import examples
 
+from transport.weights.protocol.membership import Timing
 from transport.weights.protocol.messages import Fenced, Welcome
-from transport.weights.protocol.pace import Timing
 from transport.weights.protocol.segments import SegmentOffers, SegmentReader
 
 PACE = Timing(heartbeat_s=1.0, silent_s=3.0, release_s=5.0, gone_s=50.0)

@@ -31,8 +31,9 @@ from dataflow.system.child import die_with_parent
 from operators.engine.parallel import lockstep
 from operators.engine.parallel.shards import TensorSlice, distribute
 from transport.weights.layout.from_torch import layout_of
-from transport.weights.layout.parallel_plan import tensor_parallel_layout
-from transport.weights.protocol.pace import Deadlines
+from transport.weights.layout.layout import Mesh
+from transport.weights.layout.parallel_plan import mesh_layout
+from transport.weights.protocol.membership import Deadlines
 from transport.weights.sharded.reader import ShardedReader
 from transport.weights.sharded.writer import ShardedWriter
 
@@ -128,7 +129,7 @@ def generate(case: Case, number: int, rank: int) -> None:
         name: (tuple(parameter.shape), case.dtype) for name, parameter in model.named_parameters()
     }
     aliases = {HEAD: EMBEDDING} if case.tied else {}
-    layout = tensor_parallel_layout(tensors, model.tp_plan, range(size), aliases)
+    layout = mesh_layout(tensors, model.tp_plan, Mesh.of(1, 1, size), aliases)
     mesh = lockstep.join(case.meeting("generator", number), rank, size, CPU, EXCHANGE_S)
     pieces = {name: TensorSlice(None) for name in tensors}
     if size > 1:

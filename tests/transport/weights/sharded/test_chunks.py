@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from transport.weights import Layout, Mesh
+from transport.weights import memory as buffers
 from transport.weights.executors.device import TransferDevice
 from transport.weights.layout.reshard import reshard
-from transport.weights.memory import buffers
 from transport.weights.sharded.chunks import chunks_between, split_shape
 from transport.weights.sharded.steps import compiled
 

@@ -3,8 +3,8 @@
 import threading
 import time
 
+from transport.weights.protocol.membership import Deadlines
 from transport.weights.protocol.messages import FormGroup
-from transport.weights.protocol.ranks import FormProcessGroup
 from transport.weights.sharded.control import ControlThread
 
 FORM = FormGroup(
@@ -23,7 +23,7 @@ class Late:
         if self.told or not self.control._closing:
             return []
         self.told += 1
-        return [FormProcessGroup(form=FORM)]
+        return [FORM]
 
 
 def test_no_epoch_begins_while_a_rank_closes():
@@ -34,7 +34,7 @@ def test_no_epoch_begins_while_a_rank_closes():
         raise AssertionError("an epoch began that nobody ends")
 
     control = member.control = ControlThread(
-        member, connect, line=None, heartbeat_s=0.01, transfer_s=1.0, clock=time.monotonic
+        member, connect, line=None, deadlines=Deadlines(heartbeat_s=0.01), clock=time.monotonic
     )
     control.start()
     control.close([])

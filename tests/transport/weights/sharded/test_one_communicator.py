@@ -15,14 +15,12 @@ import torch
 
 from transport.weights import Layout, Mesh
 from transport.weights.executors.device import TransferDevice
+from transport.weights.protocol.membership import Deadlines
 from transport.weights.protocol.messages import Fenced, FormGroup, Join, StartTransfer
-from transport.weights.protocol.pace import Deadlines
 from transport.weights.protocol.ranks import (
     EndEpoch,
-    FormProcessGroup,
     ReaderRank,
     SourceRank,
-    Transfer,
 )
 from transport.weights.protocol.rounds import Coordinator
 from transport.weights.sharded import process_group
@@ -161,13 +159,13 @@ class Edge:
 
     def act(self, peer, actions):
         for action in actions:
-            if isinstance(action, FormProcessGroup):
-                self.communicators[peer].add(action.form.epoch)
+            if isinstance(action, FormGroup):
+                self.communicators[peer].add(action.epoch)
                 self.most = max(self.most, len(self.communicators[peer]))
-                self.act(peer, self.members[peer].formed(action.form.epoch, "", ""))
+                self.act(peer, self.members[peer].formed(action.epoch, "", ""))
             elif isinstance(action, EndEpoch):
                 self.communicators[peer].discard(action.epoch)
-            elif not isinstance(action, Transfer):
+            elif not isinstance(action, StartTransfer):
                 self.deliver(self.coordinator.receive(peer, action, self.now))
 
     def deliver(self, out):
@@ -210,7 +208,7 @@ def transferred(form, plan, rank, taking):
     steps = compiled(chunks, tensors, sending=sends, depth=DEPTH, device=device)
     if sends:  # all are compiled once, whoever takes part
         steps = [step for step in steps if step.peer in columns]
-        assert exchange.send(steps, None, DEPTH, FOREVER).state == "whole"
+        exchange.send(steps, None, DEPTH, FOREVER)
     else:
         exchange.receive(exchange.expect(steps, DEPTH), FOREVER)
     return [step.peer for step in steps]

@@ -19,9 +19,9 @@ from transport.weights import (
     WeightError,
 )
 from transport.weights.executors.device import TransferDevice
-from transport.weights.protocol.messages import BROKEN
-from transport.weights.protocol.ranks import Transfer, TransferOutcome
-from transport.weights.sharded.epoch_thread import EpochThread
+from transport.weights.protocol.messages import BROKEN, StartTransfer
+from transport.weights.protocol.ranks import TransferOutcome
+from transport.weights.sharded.control import EpochThread
 from transport.weights.sharded.process_group import CoordinatorStore, Meeting, ProcessGroup
 from transport.weights.sharded.put import Deposit, DepositedChunk
 from transport.weights.sharded.steps import ChunkMessage
@@ -304,7 +304,7 @@ def test_a_second_process_for_one_rank_fences_the_first_for_good(address):
         twin = Group(Layout.whole(MODEL), address)
         trainer.publish(2)
         until(lambda: twin.versions == {2}, twin)
-        with pytest.raises(AddressTaken, match="another process has taken rank 0"):
+        with pytest.raises(AddressTaken, match="another process has taken the place of rank 0"):
             group.readers[0].wait(2, DEADLINE_S)
         twin.close()
 
@@ -468,7 +468,7 @@ def test_a_collective_never_holds_the_thread_that_keeps_the_deadline():
         def prepare(self) -> None:
             pass
 
-        def transfer(self, transfer: Transfer, deadline: float) -> TransferOutcome:
+        def transfer(self, transfer: StartTransfer, deadline: float) -> TransferOutcome:
             assert threading.current_thread() is not loop, "the loop itself is in the collective"
             stuck.set()
             over.wait(DEADLINE_S)
@@ -480,13 +480,13 @@ def test_a_collective_never_holds_the_thread_that_keeps_the_deadline():
         def close(self) -> None:
             pass
 
-    def transferred(transfer: Transfer, outcome: TransferOutcome) -> None:
+    def transferred(transfer: StartTransfer, outcome: TransferOutcome) -> None:
         outcomes.append((transfer.version, outcome.fault))
         ended.set()
 
     thread = EpochThread(lambda stop: Stuck(), lambda fault, misfit: None, transferred)
     thread.transfer(
-        Transfer(epoch=1, round=1, version=7, readers=[]), time.monotonic() + DEADLINE_S
+        StartTransfer(epoch=1, round=1, version=7, readers=[]), time.monotonic() + DEADLINE_S
     )
     assert stuck.wait(DEADLINE_S) and outcomes == []
     thread.abort()
@@ -501,7 +501,7 @@ def test_the_thread_that_keeps_the_deadline_breaks_a_transfer_off_that_passes_it
         def prepare(self) -> None:
             pass
 
-        def transfer(self, transfer: Transfer, deadline: float) -> TransferOutcome:
+        def transfer(self, transfer: StartTransfer, deadline: float) -> TransferOutcome:
             stuck.set()
             assert over.wait(DEADLINE_S)
             return TransferOutcome(BROKEN, "pair closed")
@@ -512,13 +512,13 @@ def test_the_thread_that_keeps_the_deadline_breaks_a_transfer_off_that_passes_it
         def close(self) -> None:
             pass
 
-    def transferred(transfer: Transfer, outcome: TransferOutcome) -> None:
+    def transferred(transfer: StartTransfer, outcome: TransferOutcome) -> None:
         outcomes.append(outcome.fault)
         ended.set()
 
     thread = EpochThread(lambda stop: Stuck(), lambda fault, misfit: None, transferred)
     thread.look(1e9)
-    thread.transfer(Transfer(epoch=1, round=1, version=7, readers=[]), 100.0)
+    thread.transfer(StartTransfer(epoch=1, round=1, version=7, readers=[]), 100.0)
     assert stuck.wait(DEADLINE_S)
     thread.look(99.0)
     assert not over.is_set()
@@ -539,12 +539,12 @@ class _CountedHost(TransferDevice):
         self.made.append(super().host_memory(nbytes))
         return self.made[-1]
 
-    def copier(self, destinations, sources=None, *, threads=1):
+    def copier(self, destinations, sources=None):
         (memory,) = self.made
         places = {tensor.untyped_storage().data_ptr() for tensor in destinations}
         assert places == {memory.untyped_storage().data_ptr()}
         self.copied += 1
-        return super().copier(destinations, sources, threads=threads)
+        return super().copier(destinations, sources)
 
 
 def test_versions_arrive_in_main_memory_one_at_a_time_where_two_do_not_fit_a_device(tmp_path):
