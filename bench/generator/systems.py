@@ -184,7 +184,7 @@ def vllm_cpu(setting: Setting) -> System:
                 end_tokens=(),
                 threads=setting.threads,
                 python=os.environ.get("DATAFLOW_VLLM_PYTHON"),
-                eager=eager,
+                arguments={"enforce_eager": eager},
             )
             return Driven(engine, setting.threads, "eager" if eager else "compiled")
         except ModelError as error:

@@ -308,7 +308,7 @@ class VllmEngine:
         return new_tokens_of(grown, since, least)
 
     def offered(self) -> Offered:
-        """What the trainer offers: as the last step told, or asked for where none was made since."""
+        """What the trainer offers: as the last step told, or asked for where there was none."""
         if self._has_stepped:
             self._has_stepped = False
         else:
@@ -422,7 +422,7 @@ class VllmEngine:
 
 
 class VllmWeights:
-    """A `WeightsIn` of which every rank of vLLM is an end: what one of them cannot hold, none takes.
+    """A `WeightsIn` with an end in each rank of vLLM: what one of them cannot hold, none takes.
 
     consumes: offers of the trainer, as vLLM's process tells of them
     produces: versions in use there

@@ -118,8 +118,6 @@ class ModelWeights:
         self._slices = Slices(shapes)
         self._copies: dict[Any, list[Any]] = {}
         """By layer, what its loaders copied."""
-        embedding, head = self._names.VocabParallelEmbedding, self._names.ParallelLMHead
-        self._looks_up = lambda layer: isinstance(layer, embedding) and not isinstance(layer, head)
 
     def recorded(self) -> dict[str, list[Box]]:
         """By name, the boxes that this rank's layers take. ModelError where a layer would not get
@@ -182,7 +180,7 @@ class ModelWeights:
         if is_cpu:
             # On processors a mixture packs its experts only while it has no kernel.
             for module in self._model.modules():
-                method = getattr(module, "quant_method", None)
+                method: Any = getattr(module, "quant_method", None)
                 if getattr(method, "moe_kernel", None) is not None:
                     method.moe_kernel = None
         with torch.device(self._device):
@@ -231,9 +229,14 @@ class ModelWeights:
         method = type(getattr(layer, "quant_method", None)).__name__
         if method not in (*MULTIPLY, "NoneType"):
             return None
-        given, errors = self._given(layer), [0.0]
+        given, errors, is_head = (
+            self._given(layer),
+            [0.0],
+            isinstance(layer, self._names.ParallelLMHead),
+        )
+        looks_up = isinstance(layer, self._names.VocabParallelEmbedding) and not is_head
         weight = given.get("weight")
-        if weight is None and isinstance(layer, self._names.ParallelLMHead):
+        if weight is None and is_head:
             weight = layer.weight.data  # its embedding's
         multiplies = weight is not None and method in MULTIPLY
         for name, kept in layer.named_parameters(recurse=False):
@@ -242,7 +245,7 @@ class ModelWeights:
                 return None
             if kept.numel() >= full.numel():
                 errors.append(_distance(kept.data.flatten()[: full.numel()], full.flatten()))
-        if weight is not None and multiplies and not self._looks_up(layer):
+        if weight is not None and multiplies and not looks_up:
             x = torch.rand((2, weight.shape[1]), generator=noise).to(weight) - 0.5
             product = layer.quant_method.apply(layer, x, None)
             errors.append(_distance(product[:, : len(weight)], x @ weight.T))
@@ -253,7 +256,9 @@ class ModelWeights:
         copies = self._copies.get(layer, [])
         last = {
             copy.param_name: max(
-                other.offset + 1 + sum((n - 1) * step for n, step in zip(other.shape, other.stride))
+                other.offset
+                + 1
+                + sum((n - 1) * step for n, step in zip(other.shape, other.stride, strict=True))
                 for other in copies
                 if other.param_name == copy.param_name
             )

@@ -40,14 +40,14 @@ def box_of(shape: tuple[int, ...], operations: Sequence[Operation]) -> Box:
     full = torch.empty(shape, device="meta")
     view = view_of(full, operations)
     long = [dim for dim, size in enumerate(shape) if size > 1]
-    starts, sizes, rest = [0] * len(shape), [1] * len(shape), view.storage_offset()
+    starts, sizes, rest = [0] * len(shape), [1] * len(shape), int(view.storage_offset())
     for dim in long:
         starts[dim], rest = divmod(rest, full.stride(dim))
     spans = [(size, step) for size, step in zip(view.shape, view.stride(), strict=True) if size > 1]
     by_step = {full.stride(dim): dim for dim in long}
     for size, step in spans:
-        dim = by_step.get(step)
-        if dim is None or sizes[dim] > 1 or starts[dim] + size > shape[dim]:
+        dim = by_step.get(step, -1)
+        if dim < 0 or sizes[dim] > 1 or starts[dim] + size > shape[dim]:
             raise ModelError(
                 f"vLLM takes a part of a weight of shape {list(shape)} that is no box of it; found"
                 f' steps {list(view.stride())} of sizes {list(view.shape)}; use engine="native"'

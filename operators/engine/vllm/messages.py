@@ -18,7 +18,7 @@ from typing import Any
 from dataflow.limits import Limits
 from dataflow.records import AnyArray
 from dataflow.weight_ends import WeightSite
-from transport.codec import Codec, Message, Plain, Secret
+from transport.codec import Codec, Message, Plain, Secret, field
 
 MOST_BYTES = 1 << 30
 """Of one message."""
@@ -101,7 +101,7 @@ class Offered(Message, kw_only=True):
 
     version: int = -1
     """-1: nothing that could be taken now."""
-    note: dict[str, int | float | str] = {}
+    note: dict[str, int | float | str] = field(default_factory=dict)
     """The trainer's newest."""
 
 

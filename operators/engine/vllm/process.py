@@ -25,7 +25,7 @@ INSTALL = (
     " environment of its own keeps other versions of torch and transformers apart: name its"
     f" interpreter in the environment variable {PYTHON}"
 )
-SERVER = Path(__file__).with_name("server.py")
+SERVER = Path(__file__).with_name("start.py")
 END_S = 30.0
 """What the process has to end by itself."""
 T = TypeVar("T")
@@ -61,8 +61,8 @@ def interpreter(python: str | None, environment: Mapping[str, str]) -> str:
 def environment_of(
     python: str, threads: int, device: str, base: Mapping[str, str], ranks: int = 1
 ) -> dict[str, str]:
-    """The environment that vLLM's process starts with: its scheduler within it, `threads` threads of
-    each rank, as many devices from this one on as there are ranks, no reports.
+    """The environment that vLLM's process starts with: its scheduler within it, `threads` threads
+    of each rank, as many devices from this one on as there are ranks, no reports.
     """
     inherited = {
         name: value for name, value in base.items() if name not in ("PYTHONPATH", "PYTHONHOME")

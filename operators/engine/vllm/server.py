@@ -1,7 +1,7 @@
 """vLLM's process: makes one step of vLLM's engine for each request, and has its ranks take weights
 in between.
 
-consumes: requests of `messages` from the socket whose number is its argument
+consumes: requests of `messages` from a socket
 produces: tokens with the log-probabilities and the version that they were drawn with
 waits for: the next request
 unblocked by: a request, the end of the stream, or the death of its parent; the last two end it
@@ -9,42 +9,13 @@ unblocked by: a request, the end of the stream, or the death of its parent; the 
 vLLM's scheduler runs in this process, and so does a model of one rank; of several ranks each has a
 process below. Between two steps nothing is under way, so weights change there, unfinished rollouts
 go on, and every token's version is the one its step ran with.
-
-Started by path, with the interpreter of vLLM's environment, which has this project's packages from
-where this file lies, and all others of its own.
 """
 
 from __future__ import annotations
 
 import os
-import sys
-from collections.abc import Sequence
-from importlib.machinery import ModuleSpec, PathFinder
-from pathlib import Path
-
-HERE = Path(__file__).resolve().parent
-TREE = HERE.parents[2]
-PACKAGES = ("dataflow", "operators", "transport")
-
-
-class OwnPackages:
-    """Finds this project's packages beside others of another environment."""
-
-    @staticmethod
-    def find_spec(
-        name: str, path: Sequence[str] | None = None, target: object = None
-    ) -> ModuleSpec | None:
-        """As of any finder of modules."""
-        return PathFinder.find_spec(name, [str(TREE)]) if name in PACKAGES else None
-
-
-if __name__ in ("__main__", "__mp_main__"):  # vLLM's ranks read this file, too
-    sys.path[:] = [entry for entry in sys.path if Path(entry or ".").resolve() != HERE]
-    sys.meta_path.append(OwnPackages)
-    # Intel's OpenMP leaves this behind where a process is killed.
-    Path(f"/dev/shm/__KMP_REGISTERED_LIB_{os.getpid()}_{os.getuid()}").unlink(missing_ok=True)
-
 import socket
+import sys
 import time
 import traceback
 from collections.abc import Callable
@@ -53,6 +24,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
+from dataflow.system.messages import Channel
 from operators.engine.vllm.messages import (
     CODEC,
     Failed,
@@ -66,7 +38,7 @@ from operators.engine.vllm.messages import (
     Update,
     Updated,
 )
-from dataflow.system.messages import Channel
+from operators.engine.vllm.rank import EXTENSION, memory_unnamed
 
 LOOK_S = 1.0
 """Between two looks whether the parent is still there."""
@@ -87,8 +59,6 @@ class Server:
         from vllm.engine.arg_utils import EngineArgs  # type: ignore[import-not-found,unused-ignore]
         from vllm.platforms import current_platform  # type: ignore[import-not-found,unused-ignore]
         from vllm.v1.engine.llm_engine import LLMEngine  # type: ignore[import-not-found,unused-ignore]
-
-        from operators.engine.vllm.rank import EXTENSION, memory_unnamed
 
         context, slots = opened.context_tokens, opened.slots
         self.platform = current_platform.device_type
@@ -318,9 +288,9 @@ def serve(channel: Channel[Any], parent: int) -> None:
         raise
 
 
-def main() -> int:
-    """Serve on the socket whose number is the first argument; the exit code."""
-    channel: Channel[Any] = Channel(socket.socket(fileno=int(sys.argv[1])), CODEC, SEND_S)
+def main(end: socket.socket) -> int:
+    """Serve on this socket; the exit code."""
+    channel: Channel[Any] = Channel(end, CODEC, SEND_S)
     try:
         serve(channel, os.getppid())
     except (EOFError, ConnectionError):
@@ -330,7 +300,3 @@ def main() -> int:
         channel.send(Failed(f"{type(error).__name__}: {error}"))
         return 1
     return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

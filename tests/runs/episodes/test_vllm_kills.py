@@ -1,5 +1,5 @@
-"""Runs over vLLM whose processes, vLLM's own and those above them, are killed and stopped at random;
-where DATAFLOW_VLLM_PYTHON names an interpreter that has it.
+"""Runs over vLLM whose processes, vLLM's own and those above them, are killed and stopped at
+random; where DATAFLOW_VLLM_PYTHON names an interpreter that has it.
 """
 
 import os
@@ -24,9 +24,7 @@ pytestmark = [
     pytest.mark.skipif(PYTHON not in os.environ, reason=f"{PYTHON} names no interpreter"),
 ]
 
-LIMITS = Limits(
-    start_s=120.0, hang_s=30.0, stop_s=5.0, patience=Patience(first_s=0.05, of_one=12)
-)
+LIMITS = Limits(start_s=120.0, hang_s=30.0, stop_s=5.0, patience=Patience(first_s=0.05, of_one=12))
 SHARED = Path("/dev/shm")
 BLOWS = 7
 """Some 90 s of blows for each rank, most of them vLLM's start."""
@@ -45,9 +43,7 @@ def test_a_run_whose_vllm_is_killed_and_stopped_at_random_is_whole(
     object.__setattr__(trainer, "build", striking.held(trainer).build)
     striking.start()
     try:
-        result = run(
-            graph, steps=striking.steps, runs=tmp_path / "runs", quiet=True, limits=LIMITS
-        )
+        result = run(graph, steps=striking.steps, runs=tmp_path / "runs", quiet=True, limits=LIMITS)
     finally:
         striking.finish()
     assert result.verdict.clean, result.verdict.line

@@ -42,12 +42,19 @@ def cut(tensors: dict[str, Any], ranks: int) -> Layout:
     return Layout.cut(tensors, Mesh.of(ranks), dim)
 
 
-def assert_pairs(sent: Sent, policy: Path, trainer: int, generator: int, versions: int) -> None:
+def assert_pairs(
+    sent: Sent,
+    policy: Path,
+    trainer: int,
+    generator: int,
+    versions: int,
+    layout: Layout | None = None,
+) -> None:
     """What each pair of ranks has exchanged is the plan's, to the byte; no pair exchanges a whole
-    sharded tensor.
+    sharded tensor. layout: the generator's, where it is another than `cut`.
     """
     tensors = tensors_of(policy)
-    plan = reshard(Layout.fsdp(tensors, trainer), cut(tensors, generator)).pair_bytes
+    plan = reshard(Layout.fsdp(tensors, trainer), layout or cut(tensors, generator)).pair_bytes
     counts = sent.transfers(TO)
     (times,) = set(counts.values())
     assert versions <= times <= versions + 1, (

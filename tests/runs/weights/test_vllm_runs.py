@@ -4,21 +4,24 @@ it.
 
 import os
 from ast import literal_eval
+from dataclasses import replace
 from math import prod
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow.compute as pc
 import pytest
 from rigs.graphs import tiny_graph
 from rigs.policy import tiny_policy
 from rigs.sent import Sent
-from test_live_shards import assert_pairs, tensors_of
+from test_live_shards import assert_pairs, cut, tensors_of
 
 from dataflow import run
 from dataflow.folder.run_folder import RunFolder
 from operators.engine.vllm.engine import VllmEngine
 from operators.engine.vllm.process import PYTHON
+from transport.weights import Layout, Shards
 
 pytestmark = [
     pytest.mark.usefixtures("machine", "one_core"),
@@ -59,7 +62,34 @@ def test_vllm_draws_what_the_trainer_computes_and_each_rank_takes_its_part_alone
     whole, own = tensors_bytes(wide), literal_eval((tmp_path / "about").read_text())
     assert len(own) == ranks
     assert sum(own) <= whole * 1.1 and max(own) <= whole / ranks * 1.1, "norms are on all ranks"
-    assert_pairs(sent, wide, 2, ranks, versions=3)
+    assert_pairs(sent, wide, 2, ranks, versions=3, layout=dealt(wide, ranks))
+
+
+def dealt(policy: Path, ranks: int) -> Layout:
+    """As vLLM's ranks share a Llama out, written out: a vocabulary in ranks of as many rows, of the
+    next multiple of 64, and all else as tensor parallelism does.
+    """
+    tensors = tensors_of(policy)
+    ends = ("embed_tokens.weight", "lm_head.weight")
+    tall = {
+        name: ((-(-shape[0] // 64) * 64, *shape[1:]), dtype)
+        if name.endswith(ends)
+        else (shape, dtype)
+        for name, (shape, dtype) in tensors.items()
+    }
+    padded = cut(tall, ranks).tensors
+    layouts = {}
+    for name, (shape, _) in tensors.items():
+        shards = padded[name].shards
+        if name.endswith(ends):
+            rows = np.minimum(shards.stop[:, 0], shape[0]) - shards.start[:, 0]
+            stop = shards.stop.copy()
+            stop[:, 0] = shards.start[:, 0] + rows
+            local = shards.local_shape.copy()
+            local[:, 0] = rows
+            shards = Shards(shards.ranks, shards.start, stop, shards.local_start, local)
+        layouts[name] = replace(padded[name], shape=shape, shards=shards)
+    return Layout(tensors=layouts, aliases={})
 
 
 def tensors_bytes(policy: Path) -> int:

@@ -12,7 +12,7 @@ from types import ModuleType, SimpleNamespace
 import pytest
 
 import operators.engine.vllm
-from operators.engine.vllm import internals, server
+from operators.engine.vllm import internals, server, start
 from operators.models.folders import ModelError
 
 FOLDER = Path(operators.engine.vllm.__file__).parent
@@ -26,17 +26,17 @@ def test_every_module_can_be_imported(name: str) -> None:
 def test_the_server_finds_this_project_s_packages_wherever_it_is_started(tmp_path: Path) -> None:
     """And none of the modules beside it by bare names, which other packages may have."""
     program = (
-        "import runpy, sys; sys.argv = ['server', '-1'];"
+        "import runpy, sys;"
         f"sys.path[0] = {str(FOLDER)!r};"
-        f"sys.path = [p for p in sys.path if p != {str(server.TREE)!r}];"
-        f"space = runpy.run_path({str(FOLDER / 'server.py')!r}, run_name='__mp_main__');"
+        f"sys.path = [p for p in sys.path if p != {str(start.TREE)!r}];"
+        f"space = runpy.run_path({str(FOLDER / 'start.py')!r}, run_name='__mp_main__');"
         f"assert {str(FOLDER)!r} not in sys.path;"
         "import operators.engine.vllm.rank, transport, dataflow; print(operators.__file__)"
     )
     done = subprocess.run(
         [sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True, timeout=100
     )
-    assert done.stdout.strip() == str(server.TREE / "operators" / "__init__.py"), done.stderr
+    assert done.stdout.strip() == str(start.TREE / "operators" / "__init__.py"), done.stderr
 
 
 def test_a_name_that_vllm_does_not_have_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
