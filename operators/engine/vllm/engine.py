@@ -193,7 +193,9 @@ class VllmEngine:
         python = interpreter(python, environment)
         shapes, self.vocabulary = _outline(model, site is not None)
         self._process = ServerProcess(
-            [python, str(server)], environment_of(python, threads, device, environment, ranks)
+            [python, str(server)],
+            environment_of(python, threads, device, environment, ranks),
+            mark="" if site is None else _mark(site),
         )
         request = Open(
             model=str(_folder(model)),
@@ -449,6 +451,11 @@ class VllmWeights:
         """As of `WeightsIn`."""
         self.version = self._engine.update()
         return self.version
+
+
+def _mark(site: WeightSite) -> str:
+    """Of a replica, whichever of its processes it is."""
+    return xxhash.xxh3_64_hexdigest(f"{site.folder}/{site.name}".encode())
 
 
 def _seed(row: Row) -> int:
