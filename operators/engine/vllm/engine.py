@@ -22,6 +22,7 @@ from typing import Any, Literal
 from weakref import WeakKeyDictionary
 
 import numpy as np
+import structlog
 import torch
 import xxhash
 
@@ -230,6 +231,11 @@ class VllmEngine:
                 f"engine 'vllm' was asked to decode on {device}, but the vLLM of {python} is built"
                 f" for {self.about.platform}; name the interpreter of another environment, or"
                 " another device"
+            )
+        if self.about.unseen:
+            structlog.get_logger().info(
+                "vLLM's layers compute with the weights that they get; not seen of some kinds",
+                kinds=list(self.about.unseen),
             )
 
     @property

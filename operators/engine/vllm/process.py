@@ -13,6 +13,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
+import psutil
+
 from dataflow.errors import RunError, WorkerDied
 from dataflow.system.child import Child, started
 from dataflow.system.messages import Channel, flush_all
@@ -187,5 +189,5 @@ def sweep(mark: str) -> None:
     for file in SHARED.glob(f"*{mark}*"):
         file.unlink(missing_ok=True)
     for file in SHARED.glob(f"__KMP_REGISTERED_LIB_*_{os.getuid()}"):
-        if not Path("/proc", file.name.split("_")[-2]).exists():
+        if not psutil.pid_exists(int(file.name.split("_")[-2])):
             file.unlink(missing_ok=True)
