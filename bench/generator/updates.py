@@ -10,8 +10,8 @@ elsewhere  the publisher writes a version every 50 ms, to a plane that nobody re
 updates    it writes them to the generator's plane, and the generator adopts them.
 
 lost_percent is of tokens per second against `elsewhere` in the same turn: the reader's cost, which
-is the claim; lost_with_publisher_percent is against `still`. held_ms: the median time for which vLLM
-stands still for one update.
+is the claim; lost_with_publisher_percent is against `still`. held_ms: how long an update holds up
+vLLM, the median.
 """
 
 import argparse
@@ -155,7 +155,7 @@ class Generating:
 
     @property
     def held_s(self) -> list[float]:
-        """What updates took in which nothing was decoded, as far as the engine tells, in seconds."""
+        """How long updates held decoding up, as far as the engine tells, in seconds."""
         return list(getattr(self._runtime.engine, "held_s", ()))
 
     def close(self) -> None:
