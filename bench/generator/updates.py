@@ -105,6 +105,7 @@ class Generating:
         from dataflow.worker.weight_ports import open_reader
         from operators.generator import Generator
 
+        self._reader: Any = None
         site = WeightSite(
             executor="shared_memory",
             is_sharded=False,
@@ -125,8 +126,7 @@ class Generating:
             context_tokens=CONTEXT_TOKENS,
             engine=options.engine,
         )
-        self._reader: Any = None
-        self._runtime = declaration.build(
+        self._runtime: Any = declaration.build(
             Context(
                 node="generator",
                 devices=DeviceShare(threads=options.threads),
