@@ -31,7 +31,7 @@ class OwnPackages:
 
 if __name__ in ("__main__", "__mp_main__"):  # vLLM's ranks read this file, too
     sys.path[:] = [entry for entry in sys.path if Path(entry or ".").resolve() != HERE]
-    sys.meta_path.append(OwnPackages)
+    sys.meta_path.insert(0, OwnPackages)  # and never those of another release
     # What vLLM's ranks share in memory has a name by which the parent finds what is left of it.
     mark = os.environ["DATAFLOW_VLLM_MARK"]
     multiprocessing.current_process()._config["semprefix"] = f"/{mark}"  # type: ignore[attr-defined]
