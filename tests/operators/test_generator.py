@@ -82,7 +82,7 @@ def test_it_adds_the_rollout_columns_and_shows_its_knobs():
     assert generator.knobs()["top_p"] == 0.9
 
 
-VLLM = [("sampling_mask", True), ("weights", "int8"), ("tensor_parallel", 2), ("compile", True)]
+VLLM = [("sampling_mask", True), ("weights", "int8"), ("compile", True)]
 
 
 @pytest.mark.parametrize(("knob", "value"), VLLM)
