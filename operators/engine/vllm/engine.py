@@ -22,6 +22,7 @@ from typing import Any, Literal
 from weakref import WeakKeyDictionary
 
 import numpy as np
+import structlog
 import torch
 import xxhash
 
@@ -193,7 +194,9 @@ class VllmEngine:
         outline = outlined(model, site is not None)
         self.vocabulary = outline.vocabulary
         self._process = ServerProcess(
-            [python, str(server)], environment_of(python, threads, device, environment, ranks)
+            [python, str(server)],
+            environment_of(python, threads, device, environment, ranks),
+            mark="" if site is None else _mark(site),
         )
         request = Open(
             model=str(outline.folder),
@@ -229,6 +232,11 @@ class VllmEngine:
                 f"engine 'vllm' was asked to decode on {device}, but the vLLM of {python} is built"
                 f" for {self.about.platform}; name the interpreter of another environment, or"
                 " another device"
+            )
+        if self.about.unseen:
+            structlog.get_logger().info(
+                "vLLM's layers compute with the weights that they get; not seen of some kinds",
+                kinds=list(self.about.unseen),
             )
 
     @property
@@ -450,6 +458,11 @@ class VllmWeights:
         """As of `WeightsIn`."""
         self.version = self._engine.update()
         return self.version
+
+
+def _mark(site: WeightSite) -> str:
+    """Of a replica, whichever of its processes it is."""
+    return xxhash.xxh3_64_hexdigest(f"{site.folder}/{site.name}".encode())
 
 
 def _seed(row: Row) -> int:

@@ -15,9 +15,8 @@ from typing import Any
 
 import torch
 
-from operators.engine.vllm.landing import Box, box_of, part
+from operators.engine.vllm.landing import Box, Piece, box_of, part
 from operators.models.folders import ModelError
-from transport.weights.layout.rank_slices import RankSlice
 
 TRIED = "0.32.0 to 0.33.0"
 """Versions of vLLM."""
@@ -80,7 +79,7 @@ class Slices:
 
     def __init__(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
         self.shapes = shapes
-        self.pieces: Mapping[str, RankSlice] = {}
+        self.pieces: Mapping[str, Piece] = {}
         self.tensors: Mapping[str, torch.Tensor] = {}
         """This rank's slices, by name."""
         self._boxes: dict[tuple[str, Any], Box] = {}
@@ -176,7 +175,7 @@ class ModelWeights:
         others = (m for m in self._model.modules() if id(m) in taken)
         return own <= {id(p) for m in others for p in m.parameters(recurse=False)}
 
-    def attach(self, pieces: Mapping[str, RankSlice], tensors: Mapping[str, torch.Tensor]) -> None:
+    def attach(self, pieces: Mapping[str, Piece], tensors: Mapping[str, torch.Tensor]) -> None:
         """From where versions are taken."""
         self._slices.pieces, self._slices.tensors = pieces, tensors
 

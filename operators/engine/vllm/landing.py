@@ -11,10 +11,12 @@ from typing import Any
 import torch
 
 from operators.models.folders import ModelError
-from transport.weights.layout.rank_slices import RankSlice
 
 Operation = tuple[str, tuple[Any, ...], tuple[tuple[str, Any], ...]]
 """A method of a tensor that returns a view (or several), with its arguments."""
+Piece = tuple[tuple[int, ...], int | None, tuple[tuple[int, int], ...]]
+"""What a rank holds of a full tensor: its shape, the dimension along which it is cut (None: it is
+the whole), and ranges along that, end to end in the rank's tensor."""
 Box = tuple[tuple[int, int], ...]
 """First and last (exclusive) along each dimension of a full tensor."""
 
@@ -56,7 +58,7 @@ def box_of(shape: tuple[int, ...], operations: Sequence[Operation]) -> Box:
     return tuple((first, first + size) for first, size in zip(starts, sizes, strict=True))
 
 
-def slice_of(shape: tuple[int, ...], boxes: Iterable[Box]) -> RankSlice:
+def slice_of(shape: tuple[int, ...], boxes: Iterable[Box]) -> Piece:
     """The least slice along one dimension that has all of these boxes: shape, dimension (None: it
     is the whole), and ranges along it.
 
@@ -75,7 +77,7 @@ def slice_of(shape: tuple[int, ...], boxes: Iterable[Box]) -> RankSlice:
     return shape, best[1], best[2]
 
 
-def local_shape(piece: RankSlice) -> tuple[int, ...]:
+def local_shape(piece: Piece) -> tuple[int, ...]:
     """Of the tensor that holds a slice.
 
     >>> local_shape(((8, 4), 0, ((0, 2), (6, 8))))
@@ -88,7 +90,7 @@ def local_shape(piece: RankSlice) -> tuple[int, ...]:
     return (*shape[:dim], length, *shape[dim + 1 :])
 
 
-def part(local: torch.Tensor, piece: RankSlice, box: Box) -> torch.Tensor:
+def part(local: torch.Tensor, piece: Piece, box: Box) -> torch.Tensor:
     """A box of a full tensor, as a view of the slice of it that has the box."""
     _, cut, runs = piece
     for dim, (first, last) in enumerate(box):
@@ -108,7 +110,7 @@ def part(local: torch.Tensor, piece: RankSlice, box: Box) -> torch.Tensor:
 
 def slices_of(
     shapes: Mapping[str, tuple[int, ...]], boxes: Mapping[str, Iterable[Box]]
-) -> dict[str, RankSlice]:
+) -> dict[str, Piece]:
     """By name, the slice of each tensor that a rank takes; of one of which it takes nothing, the
     first element along the first dimension, as every rank holds every tensor.
     """

@@ -17,8 +17,8 @@ from typing import Any
 
 from dataflow.limits import Limits
 from dataflow.records import AnyArray
+from dataflow.system.messages import Codec, Message, Plain, Secret, field
 from dataflow.weight_ends import WeightSite
-from transport.codec import Codec, Message, Plain, Secret, field
 
 MOST_BYTES = 1 << 30
 """Of one message."""

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib.util
+import os
+import secrets
 import shutil
 import subprocess
 import sys
@@ -10,6 +12,8 @@ import weakref
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
+
+import psutil
 
 from dataflow.errors import RunError, WorkerDied
 from dataflow.system.child import Child, started
@@ -26,6 +30,8 @@ INSTALL = (
     f" interpreter in the environment variable {PYTHON}"
 )
 SERVER = Path(__file__).with_name("start.py")
+SHARED = Path("/dev/shm")
+MARK = "DATAFLOW_VLLM_MARK"
 END_S = 30.0
 """What the process has to end by itself."""
 T = TypeVar("T")
@@ -91,8 +97,15 @@ class ServerProcess:
     process's group: stopped and let go on with it.
     """
 
-    def __init__(self, command: Sequence[str], environment: Mapping[str, str]) -> None:
-        """Start `command` with the number of its end of the channel as last argument."""
+    def __init__(
+        self, command: Sequence[str], environment: Mapping[str, str], mark: str = ""
+    ) -> None:
+        """Start `command` with the number of its end of the channel as last argument. mark: stands
+        in the names of its shared memory; what an earlier process of this mark has left is removed.
+        """
+        mark = f"vllm-{mark or secrets.token_hex(8)}"
+        sweep(mark)
+        environment = {**environment, MARK: mark}
         channel, theirs = Channel.pair(CODEC)
         with theirs:
             self._child = started(
@@ -104,7 +117,7 @@ class ServerProcess:
                 stdin=subprocess.DEVNULL,
             )
         self._channel: Channel[Any] = channel
-        self._end = weakref.finalize(self, _end, self._child, channel)
+        self._end = weakref.finalize(self, _end, self._child, channel, mark)
 
     @property
     def pid(self) -> int:
@@ -163,6 +176,18 @@ class ServerProcess:
         return self._child.last_words or "(nothing)"
 
 
-def _end(child: Child, channel: Channel[Any]) -> None:
+def _end(child: Child, channel: Channel[Any], mark: str) -> None:
     channel.close()
     child.end(END_S)
+    sweep(mark)
+
+
+def sweep(mark: str) -> None:
+    """Remove what processes that were killed have left in shared memory: under this mark, and what
+    Intel's OpenMP registers under the numbers of its processes.
+    """
+    for file in SHARED.glob(f"*{mark}*"):
+        file.unlink(missing_ok=True)
+    for file in SHARED.glob(f"__KMP_REGISTERED_LIB_*_{os.getuid()}"):
+        if not psutil.pid_exists(int(file.name.split("_")[-2])):
+            file.unlink(missing_ok=True)

@@ -21,8 +21,7 @@ from dataflow.weight_ends import WeightSite, leave
 from dataflow.worker.weight_ports import open_reader
 from operators.engine.vllm.adapter_weights import AdapterWeights
 from operators.engine.vllm.internals import ModelWeights
-from operators.engine.vllm.landing import local_shape, slices_of
-from transport.weights.layout.rank_slices import RankSlice
+from operators.engine.vllm.landing import Piece, local_shape, slices_of
 
 EXTENSION = f"{__name__}.RankExtension"
 
@@ -76,7 +75,7 @@ class RankWeights:
     def open(
         self,
         site: WeightSite,
-        pieces: Sequence[Mapping[str, RankSlice]],
+        pieces: Sequence[Mapping[str, Piece]],
         limits: Limits,
         attempt: int,
     ) -> tuple[int, list[str]]:

@@ -2,11 +2,13 @@
 packages from where this file lies, and all others from its own.
 """
 
+import multiprocessing
 import os
 import socket
 import sys
 from collections.abc import Sequence
 from importlib.machinery import ModuleSpec, PathFinder
+from multiprocessing import shared_memory
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
@@ -28,8 +30,10 @@ class OwnPackages:
 if __name__ in ("__main__", "__mp_main__"):  # vLLM's ranks read this file, too
     sys.path[:] = [entry for entry in sys.path if Path(entry or ".").resolve() != HERE]
     sys.meta_path.append(OwnPackages)
-    # Intel's OpenMP leaves this behind where a process is killed.
-    Path(f"/dev/shm/__KMP_REGISTERED_LIB_{os.getpid()}_{os.getuid()}").unlink(missing_ok=True)
+    # What vLLM's ranks share in memory has a name by which the parent finds what is left of it.
+    mark = os.environ["DATAFLOW_VLLM_MARK"]
+    multiprocessing.current_process()._config["semprefix"] = f"/{mark}"  # type: ignore[attr-defined]
+    shared_memory._SHM_NAME_PREFIX = f"/{mark}_"  # type: ignore[attr-defined]
 
 if __name__ == "__main__":
     from operators.engine.vllm.server import main

@@ -204,7 +204,11 @@ def test_ways_that_are_refused_are_counted_by_reason(model: Model, tmp_path: Pat
     assert sum(choice.refused.values()) < choice.tried
     refused = choose(graph(model, engine="vllm"), read_devices("4xH100"), workload=SHORT, steps=4)
     assert any("runs on vLLM, which does not serve" in why for why in refused.refused)
-    assert all(not way.candidate.knobs for way in refused.ways)
+    assert all(
+        set(knobs) == {"tensor_parallel"} if name == "generator" else True
+        for way in refused.ways
+        for name, knobs in way.candidate.knobs.items()
+    ), [way.candidate.knobs for way in refused.ways]
     with pytest.raises(GraphError, match="vLLM.*|keeps its memory for as long as it runs"):
         choose(graph(model, engine="vllm"), read_devices("1xH100"), workload=SHORT)
     row = (
@@ -262,7 +266,7 @@ def test_ways_of_which_no_device_could_hold_a_rank_are_passed_over_and_what_is_c
                 found.append((told, choice.tried, choice.simulated, choice.refused))
         assert found[0] == found[1]
         passed_over += sum(calls)
-    assert passed_over > 20
+    assert passed_over > 10
 
 
 def test_what_would_help_most_is_simulated_around_a_way(model: Model) -> None:

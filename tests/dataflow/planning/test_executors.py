@@ -167,6 +167,23 @@ def test_a_reader_of_several_ranks_needs_processes() -> None:
         plan(build(DealtOut(model=POLICY)), Devices(cpus=1), one_process=True)
 
 
+@dataclass(frozen=True, eq=False)
+class Apart(FakeGenerator):
+    """Its engine is another process."""
+
+    @property
+    def traits(self) -> Traits:
+        return dataclasses.replace(super().traits, split=Split(apart=True))
+
+
+def test_a_reader_whose_engine_is_another_process_needs_processes() -> None:
+    with pytest.raises(GraphError, match="weights in processes of its engine, but a run in one"):
+        plan(build(Apart(model=POLICY)), Devices(cpus=1), one_process=True)
+    assert plan(build(Apart(model=POLICY)), Devices(cpus=2)).executors() == {
+        ("trainer", "generator"): "shared_memory"
+    }
+
+
 def test_gpus_of_one_machine_go_by_cuda_ipc_whether_they_are_shared_or_not() -> None:
     for gpus in ({"generator": 2, "trainer": 1}, {"generator": 1, "trainer": "generator"}):
         assert plan(build(), GPUS, gpus=gpus).executors() == {("trainer", "generator"): "cuda_ipc"}

@@ -57,6 +57,7 @@ def junk(seed: int, count: int) -> Iterator[list[bytes]]:
         [protocol, "Later", {}],
         ["another/1", "Hello", hello],
         [f"{protocol}0", "Hello", hello],
+        [f"{protocol[:-1]}{(int(protocol[-1]) + 1) % 10}", "Hello", hello],
         [protocol, ["Hello"], hello],
         [protocol, "Hello", {**hello, "pid": "7"}],
         [protocol, "Failed", {}],

@@ -330,12 +330,14 @@ def test_parts_of_another_seed_or_another_prompt_begin_anew(site):
         assert (second.status()["recalled"] > 0) == (context == {} and texts == TEXTS)
 
 
-def test_vllm_keeps_no_parts(site):
+def test_rollouts_of_both_engines_are_kept_in_parts_where_there_is_a_run(site):
     context = make_context(
         node="generator", folder=site.folder, ledger=site.ledger, columns={"train": COLUMNS}
     )
-    assert partial_rollouts_of(Generator(Model("somewhere")), context) is not None
-    assert partial_rollouts_of(Generator(Model("somewhere"), engine="vllm"), context) is None
+    for engine in ("native", "vllm"):
+        declared = Generator(Model("somewhere"), engine=engine)
+        assert partial_rollouts_of(declared, context) is not None
+        assert partial_rollouts_of(declared, make_context(node="generator")) is None
 
 
 def test_little_memory_makes_recalled_rollouts_wait_and_changes_none(site, undisturbed):

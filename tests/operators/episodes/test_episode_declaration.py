@@ -175,10 +175,6 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
         lambda: applied(guess, FakeGenerator()),
         r"got FakeGenerator\(name='generator'\); give it Generator",
     ),
-    "another engine": (
-        lambda: applied(guess, Generator(MODEL, engine="vllm")),
-        'runs on vllm.*; use engine="native"',
-    ),
     "a missing column": (
         lambda: applied(guess, columns={}),
         "'guess' reads column 'answer', but 'prompts' provides",

@@ -12,7 +12,7 @@ import psutil
 import pytest
 from rigs.machine import wait_until
 
-from operators.engine.vllm.process import ServerProcess
+from operators.engine.vllm.process import SHARED, ServerProcess
 
 pytestmark = pytest.mark.usefixtures("forked")
 
@@ -129,3 +129,36 @@ def test_server_and_worker_stop_and_go_on_together():
     os.kill(process.pid, signal.SIGUSR2)
     assert process._child.wait(30.0) in (0, -9)
     process.close()
+
+
+LEAVES = """
+import os, signal
+from multiprocessing import shared_memory
+shared_memory._SHM_NAME_PREFIX = "/" + os.environ["DATAFLOW_VLLM_MARK"] + "_"
+memory = shared_memory.SharedMemory(create=True, size=64)
+open(f"/dev/shm/__KMP_REGISTERED_LIB_{os.getpid()}_{os.getuid()}", "w").close()
+os.fork()
+print(memory.name, flush=True)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+@pytest.mark.skipif(not SHARED.is_dir(), reason="this machine has no /dev/shm")
+def test_what_a_killed_server_leaves_in_shared_memory_goes_with_it_or_at_the_next_start():
+    def left(mark: str) -> list[str]:
+        return [file.name for file in SHARED.glob(f"*vllm-{mark}*")]
+
+    of_nobody = SHARED / f"__KMP_REGISTERED_LIB_{2**22 + 5}_{os.getuid()}"
+    of_us = SHARED / f"__KMP_REGISTERED_LIB_{os.getpid()}_{os.getuid()}"
+    for file in (of_nobody, of_us):
+        file.touch()
+    try:
+        first = ServerProcess([sys.executable, "-c", LEAVES], os.environ, "first")
+        assert first._child.wait(30.0) != 0
+        first.close()
+        assert left("first") == [] and not of_nobody.exists() and of_us.exists()
+    finally:
+        of_us.unlink(missing_ok=True)
+    (SHARED / "sem.vllm-second-abc").touch()
+    ServerProcess([sys.executable, "-c", "pass"], os.environ, "second").close()
+    assert left("second") == []

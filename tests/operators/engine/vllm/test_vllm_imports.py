@@ -3,6 +3,7 @@ imported, and an inner name that this vLLM does not have is told by its name.
 """
 
 import importlib
+import os
 import pkgutil
 import subprocess
 import sys
@@ -13,6 +14,7 @@ import pytest
 
 import operators.engine.vllm
 from operators.engine.vllm import internals, server, start
+from operators.engine.vllm.process import MARK
 from operators.models.folders import ModelError
 
 FOLDER = Path(operators.engine.vllm.__file__).parent
@@ -34,7 +36,12 @@ def test_the_server_finds_this_project_s_packages_wherever_it_is_started(tmp_pat
         "import operators.engine.vllm.rank, transport, dataflow; print(operators.__file__)"
     )
     done = subprocess.run(
-        [sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True, timeout=100
+        [sys.executable, "-c", program],
+        cwd=tmp_path,
+        env={**os.environ, MARK: "vllm-test"},
+        capture_output=True,
+        text=True,
+        timeout=100,
     )
     assert done.stdout.strip() == str(start.TREE / "operators" / "__init__.py"), done.stderr
 

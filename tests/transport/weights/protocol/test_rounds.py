@@ -215,10 +215,14 @@ class World:
                 self.send(self.coordinator.lost(peer))
 
     def starts(self, message: StartTransfer) -> None:
-        """Nobody is in a transfer before all who receive have room, and nobody in two at once."""
+        """Nobody is in a transfer before all who receive have room, and nobody in two at once; it
+        is of the newest version that all who send have.
+        """
         key = message.epoch, message.round
         if key in self.taking:
             return
+        known = [source.versions for source in self.coordinator._sources.values()]
+        assert message.version == max(set.intersection(*known))
         readers = {
             peer
             for peer in self.members[message.epoch]
@@ -290,9 +294,10 @@ class World:
         self.latest = version
         for peer, rank in self.ranks.items():
             if self.lines.get(peer) == self.line and peer not in self.frozen:
-                kept = rank.kept | {version}
+                kept = rank.versions | {version}  # of two buffers the one that is free is filled
                 while len(kept) > 2:
-                    kept.discard(min(kept - {version}))
+                    free = kept - {version} - rank.kept
+                    kept.discard(min(free or kept - {version}))
                 self.act(peer, rank.hold(kept))
 
     def adopt(self, peer: bytes) -> None:
