@@ -34,6 +34,8 @@ if __name__ in ("__main__", "__mp_main__"):  # vLLM's ranks read this file, too
     mark = os.environ["DATAFLOW_VLLM_MARK"]
     multiprocessing.current_process()._config["semprefix"] = f"/{mark}"  # type: ignore[attr-defined]
     shared_memory._SHM_NAME_PREFIX = f"/{mark}_"  # type: ignore[attr-defined]
+    # Of whole names: 14 by itself, which is what other systems than Linux allow.
+    shared_memory._SHM_SAFE_NAME_LENGTH = len(f"/{mark}_") + 16  # type: ignore[attr-defined]
 
 if __name__ == "__main__":
     from operators.engine.vllm.server import main

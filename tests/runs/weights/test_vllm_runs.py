@@ -16,7 +16,7 @@ import pytest
 from rigs.graphs import tiny_graph
 from rigs.policy import tiny_policy
 from rigs.sent import Sent
-from test_live_shards import assert_pairs, cut, tensors_of
+from test_live_shards import TO, assert_pairs, cut, tensors_of
 
 from dataflow import run
 from dataflow.folder.run_folder import RunFolder
@@ -97,8 +97,8 @@ def test_adapters_alone_are_sent_and_vllm_draws_with_them(
     assert len(steps) == 4 and all(line["mismatch"] < 1e-5 for line in steps)
     assert own() == (ADAPTERS,) * ranks
     if trainers > 1:
-        (times,) = set(sent.transfers("generator").values())
-        assert sum(sent.payload("generator").values()) == times * ADAPTERS * ranks
+        (times,) = set(sent.transfers(TO).values())
+        assert sum(sent.payload(TO).values()) == times * ADAPTERS * ranks
 
 
 def dealt(policy: Path, ranks: int) -> Layout:
