@@ -354,7 +354,8 @@ class GeneratorKnobs(Generate):
             ]
         faults = []
         known = None
-        if importlib.util.find_spec("vllm") is not None:
+        spec = importlib.util.find_spec("vllm")
+        if spec is not None and spec.origin is not None:  # more than a folder of that name
             from vllm.engine.arg_utils import EngineArgs  # type: ignore[import-not-found,unused-ignore]
 
             known = {field.name for field in fields(EngineArgs)}

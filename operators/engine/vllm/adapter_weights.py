@@ -19,7 +19,6 @@ from safetensors.torch import load_file
 from operators.engine.vllm.internals import LORA_NAMES, TRIED, distance, names
 from operators.engine.vllm.landing import Box
 from operators.models.folders import PREFIX, WEIGHTS_FILE, ModelError
-from transport.weights.layout.rank_slices import RankSlice
 
 NUMBER = 1
 """Of the adapters in use."""
@@ -83,7 +82,7 @@ class AdapterWeights:
         """The boxes that this rank takes: each tensor, whole."""
         return {name: [tuple((0, size) for size in shape)] for name, shape in self._shapes.items()}
 
-    def attach(self, pieces: Mapping[str, RankSlice], tensors: Mapping[str, torch.Tensor]) -> None:
+    def attach(self, pieces: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> None:
         """From where versions are taken."""
         self._tensors = tensors
 
