@@ -92,6 +92,12 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--updates", action="store_true", help="measure the cost of weight updates instead"
     )
+    parser.add_argument(
+        "--engine",
+        choices=("native", "vllm"),
+        default="native",
+        help="whose updates, with --updates",
+    )
     return parser
 
 

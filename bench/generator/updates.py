@@ -10,7 +10,8 @@ elsewhere  the publisher writes a version every 50 ms, to a plane that nobody re
 updates    it writes them to the generator's plane, and the generator adopts them.
 
 lost_percent is of tokens per second against `elsewhere` in the same turn: the reader's cost, which
-is the claim; lost_with_publisher_percent is against `still`.
+is the claim; lost_with_publisher_percent is against `still`. held_ms: how long an update holds up
+vLLM, the median.
 """
 
 import argparse
@@ -21,7 +22,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any
@@ -50,7 +51,8 @@ def measure_updates(
     rates: dict[str, list[float]] = {arm: [] for arm in ARMS}
     adopted: dict[str, list[float]] = {arm: [] for arm in ARMS}
     with planes(policy, precision) as (address, tell):
-        generator = Generating(policy, load, precision, options.threads, address)
+        generator = Generating(policy, load, precision, options, address)
+        held: list[float] = []
         try:
             generator.run(load.first(in_flight))
             for _ in range(options.repeats):
@@ -60,6 +62,7 @@ def measure_updates(
                     rates[arm].append(tokens / seconds)
                     adopted[arm].append(versions / seconds)
                 tell("still")
+            held = generator.held_s
         finally:
             generator.close()
     for arm in ARMS:
@@ -77,6 +80,8 @@ def measure_updates(
             "rollouts": len(load.lengths),
             "repeats": options.repeats,
             "interval_ms": 1000 * INTERVAL_S,
+            "engine": options.engine,
+            "held_ms": 1000 * statistics.median(held) if held and arm == "updates" else None,
         }
         report.add(case="updates", system=arm, **figures)
 
@@ -90,18 +95,28 @@ class Generating:
     """A GeneratorRuntime with a reader of shared memory, as a worker hosts it."""
 
     def __init__(
-        self, policy: Path, load: Load, precision: str, threads: int, address: str
+        self, policy: Path, load: Load, precision: str, options: argparse.Namespace, address: str
     ) -> None:
         """Build it and wait for the first version. Raises TimeoutError."""
+        from dataflow.limits import Limits
         from dataflow.model import Model
         from dataflow.runtime import Context, DeviceShare, WeightEnds
+        from dataflow.weight_ends import OpensWeights, WeightSite
+        from dataflow.worker.weight_ports import open_reader
         from operators.generator import Generator
-        from transport.weights import WeightReader
 
-        def reader(tensors: Mapping[str, Any]) -> Any:
-            self.reader = WeightReader(address, "generator-0")
-            self.reader.attach(tensors)
-            return self.reader
+        self._reader: Any = None
+        site = WeightSite(
+            executor="shared_memory",
+            is_sharded=False,
+            address=address,
+            folder="",
+            name="generator-0",
+        )
+
+        def opened(tensors: Mapping[str, Any], slices: Sequence[Mapping[str, Any]]) -> Any:
+            self._reader = open_reader(site, 0, "cpu", tensors, slices, limits=Limits(), attempt=0)
+            return self._reader
 
         declaration = Generator(
             Model(str(policy), dtype=precision),
@@ -109,12 +124,13 @@ class Generating:
             max_tokens=EVEN_TOKENS,
             slots=load.in_flight,
             context_tokens=CONTEXT_TOKENS,
+            engine=options.engine,
         )
-        self._runtime = declaration.build(
+        self._runtime: Any = declaration.build(
             Context(
                 node="generator",
-                devices=DeviceShare(threads=threads),
-                weights=WeightEnds(reader=reader),
+                devices=DeviceShare(threads=options.threads),
+                weights=WeightEnds(reader=OpensWeights(opened, site)),
             )
         )
         self._issued = 0
@@ -133,16 +149,23 @@ class Generating:
                 tokens += _drawn(batch.records)
             if time.perf_counter() - began > WAIT_S and not tokens:
                 raise TimeoutError(
-                    f"no rollout was done after {WAIT_S:g} s; found version {self.reader.version}"
+                    f"no rollout was done after {WAIT_S:g} s; found version {self._version()}"
                 )
         return tokens, time.perf_counter() - began, self._version() - before
 
+    @property
+    def held_s(self) -> list[float]:
+        """How long updates held decoding up, as far as the engine tells, in seconds."""
+        return list(getattr(self._runtime.engine, "held_s", ()))
+
     def close(self) -> None:
-        """Leave the plane."""
-        self.reader.close()
+        """End the engine, and leave the plane."""
+        self._runtime.close()
+        if self._reader is not None:
+            self._reader.close()
 
     def _version(self) -> int:
-        return max(0, self.reader.version)
+        return max(0, int(self._runtime.engine.version))
 
     def _prompts(self, load: Load) -> pa.RecordBatch:
         count, first = len(load.prompts), self._issued

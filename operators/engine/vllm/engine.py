@@ -235,7 +235,7 @@ class VllmEngine:
             )
         if self.about.unseen:
             structlog.get_logger().info(
-                "vLLM's layers compute with the weights that they get; not seen of some kinds",
+                "vLLM's layers compute with the weights that they get, not seen of some kinds",
                 kinds=list(self.about.unseen),
             )
 

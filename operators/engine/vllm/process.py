@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import os
 import secrets
 import shutil
 import subprocess
@@ -12,8 +11,6 @@ import weakref
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
-
-import psutil
 
 from dataflow.errors import RunError, WorkerDied
 from dataflow.system.child import Child, started
@@ -183,11 +180,6 @@ def _end(child: Child, channel: Channel[Any], mark: str) -> None:
 
 
 def sweep(mark: str) -> None:
-    """Remove what processes that were killed have left in shared memory: under this mark, and what
-    Intel's OpenMP registers under the numbers of its processes.
-    """
+    """Remove what processes that were killed have left in shared memory under this mark."""
     for file in SHARED.glob(f"*{mark}*"):
         file.unlink(missing_ok=True)
-    for file in SHARED.glob(f"__KMP_REGISTERED_LIB_*_{os.getuid()}"):
-        if not psutil.pid_exists(int(file.name.split("_")[-2])):
-            file.unlink(missing_ok=True)

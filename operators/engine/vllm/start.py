@@ -2,8 +2,10 @@
 packages from where this file lies, and all others from its own.
 """
 
+import ctypes
 import multiprocessing
 import os
+import secrets
 import socket
 import sys
 from collections.abc import Sequence
@@ -33,9 +35,11 @@ if __name__ in ("__main__", "__mp_main__"):  # vLLM's ranks read this file, too
     # What vLLM's ranks share in memory has a name by which the parent finds what is left of it.
     mark = os.environ["DATAFLOW_VLLM_MARK"]
     multiprocessing.current_process()._config["semprefix"] = f"/{mark}"  # type: ignore[attr-defined]
-    shared_memory._SHM_NAME_PREFIX = f"/{mark}_"  # type: ignore[attr-defined]
-    # Of whole names: 14 by itself, which is what other systems than Linux allow.
-    shared_memory._SHM_SAFE_NAME_LENGTH = len(f"/{mark}_") + 16  # type: ignore[attr-defined]
+    shared_memory._make_filename = lambda: f"/{mark}_{secrets.token_hex(4)}"  # type: ignore[attr-defined]
+    if "libiomp5" in os.environ.get("LD_PRELOAD", ""):
+        # Intel's OpenMP registers itself in a file, which nobody needs by its name.
+        ctypes.CDLL(None).omp_get_max_threads()
+        Path(f"/dev/shm/__KMP_REGISTERED_LIB_{os.getpid()}_{os.getuid()}").unlink(missing_ok=True)
 
 if __name__ == "__main__":
     from operators.engine.vllm.server import main
