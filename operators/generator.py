@@ -39,6 +39,12 @@ OURS = {
     "skip_tokenizer_init": _LEFT_OUT,
     "async_scheduling": f"weights change between two steps; {_LEFT_OUT}",
     "disable_log_stats": _LEFT_OUT,
+    **dict.fromkeys(
+        ("enable_lora", "max_loras", "max_lora_rank", "max_cpu_loras", "lora_target_modules"),
+        "give Model(lora=LoRA(...))",
+    ),
+    "lora_dtype": f"adapters are of the model's dtype; {_LEFT_OUT}",
+    "fully_sharded_loras": f"each rank has whole adapters; {_LEFT_OUT}",
     "speculative_config": f"its log-probabilities are the draft's at times; {_LEFT_OUT}",
 }
 """vLLM's arguments that follow from other knobs, or from what a run promises, and what to do."""
@@ -305,21 +311,18 @@ class GeneratorKnobs(Generate):
         if (
             isinstance(self.model, Model)
             and self.engine == "vllm"
+            and self.model.lora is None
             and holds_adapters(self.model.source)
         ):
             faults.append(
                 f"'{self.name}' runs on vLLM, which is given whole models, but {self.model.source}"
-                " holds adapters "
-                f'alone; use engine="native", or merge them with peft and give the folder of the'
-                f" whole model"
+                " holds adapters alone; give Model(..., lora=LoRA()) to go on from them, or use"
+                ' engine="native"'
             )
-        own = {"engine": "native", "weights": "model"}
-        unlike = [knob for knob, value in own.items() if getattr(self, knob) != value]
-        if isinstance(self.model, Model) and self.model.lora is not None and unlike:
+        if isinstance(self.model, Model) and self.model.lora and self.weights != "model":
             faults.append(
                 f"'{self.name}' merges adapters (lora=) into weights of its own, but got"
-                f" {unlike[0]}={getattr(self, unlike[0])!r}; use {unlike[0]}={own[unlike[0]]!r}, or"
-                " a Model without lora"
+                f" weights={self.weights!r}; use weights='model', or a Model without lora"
             )
         if self.weights == "bfloat16" and self.tensor_parallel > 1:
             faults.append(
@@ -351,7 +354,8 @@ class GeneratorKnobs(Generate):
             ]
         faults = []
         known = None
-        if importlib.util.find_spec("vllm") is not None:
+        spec = importlib.util.find_spec("vllm")
+        if spec is not None and spec.origin is not None:  # more than a folder of that name
             from vllm.engine.arg_utils import EngineArgs  # type: ignore[import-not-found,unused-ignore]
 
             known = {field.name for field in fields(EngineArgs)}

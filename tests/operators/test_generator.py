@@ -4,6 +4,7 @@ import re
 import subprocess
 import sys
 from dataclasses import make_dataclass
+from importlib.machinery import ModuleSpec
 from types import ModuleType
 
 import pyarrow as pa
@@ -109,7 +110,9 @@ def test_an_argument_of_vllm_that_is_decided_here_or_unknown_is_named(arguments,
     args = ModuleType("vllm.engine.arg_utils")
     args.EngineArgs = make_dataclass("EngineArgs", ["quantization", "max_model_len"])
     monkeypatch.setitem(sys.modules, "vllm.engine.arg_utils", args)
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: name == "vllm" or None)
+    monkeypatch.setattr(
+        "importlib.util.find_spec", lambda name: ModuleSpec(name, None, origin="/v")
+    )
     (fault,) = Generator(MODEL, engine="vllm", vllm=arguments).faults()
     assert re.search(said, fault)
     assert not Generator(MODEL, engine="vllm", vllm={"quantization": "fp8"}).faults()

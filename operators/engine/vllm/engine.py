@@ -30,7 +30,6 @@ from dataflow.errors import WorkerDied
 from dataflow.folder.partial_rollouts import PartialRollout
 from dataflow.limits import Limits
 from dataflow.model import Model
-from dataflow.model_files import folder_here
 from dataflow.records import AnyArray
 from dataflow.runtime import Context
 from dataflow.tokens.rollout_tokens import RolloutTokens
@@ -61,6 +60,7 @@ from operators.engine.vllm.messages import (
     Update,
     Updated,
 )
+from operators.engine.vllm.outline import outlined
 from operators.engine.vllm.process import (
     INSTALL,
     SERVER,
@@ -71,8 +71,7 @@ from operators.engine.vllm.process import (
 from operators.generator import GeneratorKnobs
 from operators.models.borders import changing_rope
 from operators.models.folders import ModelError
-from operators.models.loading import load_configs, load_tokenizer, on_meta
-from operators.models.slices import NoOutline
+from operators.models.loading import load_configs, load_tokenizer
 from operators.ranks.weights import opens_for_ranks
 
 __all__ = ["VllmEngine", "VllmWeights", "build_vllm"]
@@ -192,14 +191,15 @@ class VllmEngine:
         self._has_stepped = False
         """Since `offered` was called last."""
         python = interpreter(python, environment)
-        shapes, self.vocabulary = _outline(model, site is not None)
+        outline = outlined(model, site is not None)
+        self.vocabulary = outline.vocabulary
         self._process = ServerProcess(
             [python, str(server)],
             environment_of(python, threads, device, environment, ranks),
             mark="" if site is None else _mark(site),
         )
         request = Open(
-            model=str(_folder(model)),
+            model=str(outline.folder),
             dtype=model.dtype,
             trust_remote_code=model.trust_remote_code,
             slots=slots,
@@ -211,7 +211,8 @@ class VllmEngine:
             page_tokens=page_tokens,
             recomputes=on_update == "recompute",
             arguments=dict(arguments or {}),
-            shapes=shapes,
+            shapes=outline.shapes,
+            adapters=outline.adapters,
             site=site,
             attempt=attempt,
             limits=limits or Limits(),
@@ -472,31 +473,6 @@ def _seed(row: Row) -> int:
     if not drawn:
         return int(row.seed)
     return xxhash.xxh3_64_intdigest(f"{int(row.seed)}/{drawn}".encode()) - (1 << 63)
-
-
-def _outline(model: Model, is_trained: bool) -> tuple[dict[str, tuple[int, ...]], int]:
-    """Shapes of the tensors that a trainer sends, by its names, and how many tokens there are."""
-    try:
-        module: Any = on_meta(model, None, None)
-    except NoOutline as reason:
-        if is_trained:
-            raise ModelError(
-                f"engine 'vllm' cannot take weights of model '{model.name}' by their names, as"
-                f' {reason}; use engine="native"'
-            ) from reason
-        return {}, int(load_configs(model)[0].get_text_config().vocab_size)
-    shapes = {name: tuple(tensor.shape) for name, tensor in module.named_parameters()}
-    return shapes, int(module.get_output_embeddings().weight.shape[0])
-
-
-def _folder(model: Model) -> Path:
-    """Where the model's files are on this machine."""
-    if (local := folder_here(model.source)) is not None:
-        return local
-    from transformers.utils.hub import cached_file
-
-    config_file = cached_file(model.source, "config.json", revision=model.revision)
-    return Path(str(config_file)).parent
 
 
 def build_vllm(declaration: GeneratorKnobs, context: Context) -> BuiltEngine:

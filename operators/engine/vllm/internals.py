@@ -33,6 +33,13 @@ NAMES = {
     ),
 }
 """By module, what of it is used here."""
+LORA_NAMES = {
+    "vllm.lora.layers": ("LoRAMapping",),
+    "vllm.lora.lora_model": ("LoRAModel",),
+    "vllm.lora.lora_weights": ("LoRALayerWeights",),
+    "vllm.lora.utils": ("is_moe_model", "parse_fine_tuned_lora_name"),
+}
+"""What of it is used for adapters, in `adapter_weights`."""
 RECORDING = ("_install_recording_stamps", "_restore_after_dry_run")
 """Methods of the transfer engine."""
 MULTIPLY = ("UnquantizedLinearMethod", "UnquantizedEmbeddingMethod")
@@ -42,11 +49,11 @@ PROOF = {torch.float32: 1e-4, torch.bfloat16: 2e-2, torch.float16: 4e-3}
 PROCESSED = "_already_called_process_weights_after_loading"
 
 
-def names() -> SimpleNamespace:
-    """All of `NAMES`. ModelError tells which one this vLLM does not have."""
+def names(by_module: Mapping[str, tuple[str, ...]] = NAMES) -> SimpleNamespace:
+    """All of these names. ModelError tells which one this vLLM does not have."""
     found: dict[str, Any] = {}
     lacking: list[str] = []
-    for module, of_module in NAMES.items():
+    for module, of_module in by_module.items():
         try:
             imported: Any = import_module(module)
         except ImportError as error:
@@ -112,7 +119,7 @@ class ModelWeights:
         shapes: Mapping[str, tuple[int, ...]],
     ) -> None:
         """shapes: of the trainer's tensors, by its names."""
-        self._model, self._config, self._device, self._dtype = model, model_config, device, dtype
+        self._model, self._config, self._device, self.dtype = model, model_config, device, dtype
         self._names, self._shapes = names(), shapes
         self._slices = Slices(shapes)
         self._copies: dict[Any, list[Any]] = {}
@@ -213,7 +220,7 @@ class ModelWeights:
             error = self._error(layer, noise)
             if error is None:
                 unseen.add(type(layer).__name__)
-            elif error > PROOF[self._dtype]:
+            elif error > PROOF[self.dtype]:
                 raise ModelError(
                     f"vLLM does not compute with the weights that it was given; found layer"
                     f" '{name}' ({type(layer).__name__}) off by {error:.2g} of its size after an"
@@ -243,11 +250,11 @@ class ModelWeights:
             if full is None or (kept.numel() < full.numel() and not multiplies):
                 return None
             if kept.numel() >= full.numel():
-                errors.append(_distance(kept.data.flatten()[: full.numel()], full.flatten()))
+                errors.append(distance(kept.data.flatten()[: full.numel()], full.flatten()))
         if weight is not None and multiplies and not looks_up:
             x = torch.rand((2, weight.shape[1]), generator=noise).to(weight) - 0.5
             product = layer.quant_method.apply(layer, x, None)
-            errors.append(_distance(product[:, : len(weight)], x @ weight.T))
+            errors.append(distance(product[:, : len(weight)], x @ weight.T))
         return max(errors)
 
     def _given(self, layer: Any) -> dict[str, torch.Tensor]:
@@ -263,7 +270,7 @@ class ModelWeights:
             )
             for copy in copies
         }
-        full = {name: torch.zeros(count, dtype=self._dtype) for name, count in last.items()}
+        full = {name: torch.zeros(count, dtype=self.dtype) for name, count in last.items()}
         for copy in copies:
             into = full[copy.param_name].as_strided(copy.shape, copy.stride, copy.offset)
             name, operations = copy.src
@@ -277,12 +284,12 @@ class ModelWeights:
     def _load(self, sink: Any) -> None:
         stand_in = self._names.FakeRDTTensor
         self._model.load_weights(
-            (name, stand_in(name, torch.Size(shape), self._dtype, self._device, sink=sink))
+            (name, stand_in(name, torch.Size(shape), self.dtype, self._device, sink=sink))
             for name, shape in self._shapes.items()
         )
 
 
-def _distance(found: torch.Tensor, expected: torch.Tensor) -> float:
+def distance(found: torch.Tensor, expected: torch.Tensor) -> float:
     """The largest difference, as a share of the largest number."""
     found, expected = found.float(), expected.to(found.device).float()
     return float((found - expected).abs().max() / expected.abs().max().clamp(min=1e-30))

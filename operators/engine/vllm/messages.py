@@ -24,6 +24,18 @@ MOST_BYTES = 1 << 30
 """Of one message."""
 
 
+class Adapters(Message, kw_only=True):
+    """Low-rank adapters beside layers of the model, of which they alone travel."""
+
+    layers: dict[str, tuple[str, str, float]]
+    """By the path of a layer, the trainer's names of its A and B, and what B @ A is multiplied
+    by."""
+    room: int
+    """The rank that vLLM makes room for."""
+    start: str | None
+    """The folder whose adapters they begin with; None: they change nothing at first."""
+
+
 class Open(Secret, kw_only=True):
     """Load the model, and open the ends of the weight plane."""
 
@@ -47,6 +59,8 @@ class Open(Secret, kw_only=True):
     """Further ones of vLLM's `EngineArgs`, by name."""
     shapes: dict[str, tuple[int, ...]]
     """Of the tensors that the trainer sends, by its names."""
+    adapters: Adapters | None
+    """Where these are of adapters."""
     site: WeightSite | None
     """Where versions are offered; None: the weights stay as they are."""
     attempt: int
@@ -136,7 +150,7 @@ class Failed(Message):
 
 CODEC: Codec[Any] = Codec(
     "vllm",
-    2,
+    3,
     Open,
     Step,
     Listen,

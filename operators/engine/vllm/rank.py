@@ -19,6 +19,7 @@ import torch
 from dataflow.limits import Limits
 from dataflow.weight_ends import WeightSite, leave
 from dataflow.worker.weight_ports import open_reader
+from operators.engine.vllm.adapter_weights import AdapterWeights
 from operators.engine.vllm.internals import ModelWeights
 from operators.engine.vllm.landing import Piece, local_shape, slices_of
 
@@ -38,20 +39,37 @@ def memory_unnamed() -> None:
 class RankWeights:
     """This rank's slices, its end of the weight plane, and the model that computes with them."""
 
-    def __init__(self, worker: Any, shapes: Mapping[str, Sequence[int]]) -> None:
-        """Learn from the model's loaders which slices these are."""
+    def __init__(
+        self,
+        worker: Any,
+        shapes: Mapping[str, Sequence[int]],
+        layers: Mapping[str, Sequence[Any]],
+        start: str | None,
+    ) -> None:
+        """Learn which slices these are, and see that the model computes with them. layers, start:
+        as `messages.Adapters`, none where the model itself is sent.
+        """
         self._device = torch.device(worker.device)
-        self._dtype = worker.vllm_config.model_config.dtype
         self.rank = int(worker.rank)
         full = {name: tuple(shape) for name, shape in shapes.items()}
-        self._model = ModelWeights(
-            worker.model_runner.model,
-            worker.vllm_config.model_config,
-            self._device,
-            self._dtype,
-            full,
-        )
+        self._model: ModelWeights | AdapterWeights
+        if layers:
+            self._model = AdapterWeights(worker, layers, full, start)
+        else:
+            config = worker.vllm_config.model_config
+            self._model = ModelWeights(
+                worker.model_runner.model, config, self._device, config.dtype, full
+            )
         self.pieces = slices_of(full, self._model.recorded())
+        self._tensors = {
+            name: torch.nn.Parameter(
+                torch.empty(local_shape(piece), dtype=self._model.dtype, device=self._device),
+                requires_grad=False,
+            )
+            for name, piece in self.pieces.items()
+        }
+        self._model.attach(self.pieces, self._tensors)
+        self._unseen = self._model.prove()
         self._end: Any = None
 
     def open(
@@ -64,20 +82,16 @@ class RankWeights:
         """Open this rank's end; the bytes of a version that it takes, and the kinds of layers that
         are not seen to compute with it. pieces: of each rank.
         """
-        tensors = {
-            name: torch.nn.Parameter(
-                torch.empty(local_shape(piece), dtype=self._dtype, device=self._device),
-                requires_grad=False,
-            )
-            for name, piece in self.pieces.items()
-        }
-        self._model.attach(self.pieces, tensors)
-        nbytes = sum(tensor.nbytes for tensor in tensors.values())
-        unseen = self._model.prove()
         self._end = open_reader(
-            site, self.rank, str(self._device), tensors, pieces, limits=limits, attempt=attempt
+            site,
+            self.rank,
+            str(self._device),
+            self._tensors,
+            pieces,
+            limits=limits,
+            attempt=attempt,
         )
-        return nbytes, unseen
+        return sum(tensor.nbytes for tensor in self._tensors.values()), self._unseen
 
     def offered(self) -> tuple[int, dict[str, Any]]:
         """Rank 0: the version that could be taken now, -1 for none, and the trainer's note."""
@@ -141,9 +155,11 @@ class RankExtension:
         memory_unnamed()
 
     @_told
-    def weights_record(self, shapes: dict[str, list[int]]) -> dict[str, Any]:
-        """The slices that this rank takes, by the trainer's names."""
-        self.weights_of_run = RankWeights(self, shapes)
+    def weights_record(
+        self, shapes: dict[str, list[int]], layers: dict[str, list[Any]], start: str | None
+    ) -> dict[str, Any]:
+        """The slices that this rank takes, by the trainer's names; arguments as `RankWeights`."""
+        self.weights_of_run = RankWeights(self, shapes, layers, start)
         return dict(self.weights_of_run.pieces)
 
     @_told

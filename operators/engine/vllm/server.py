@@ -25,6 +25,7 @@ import msgspec
 import numpy as np
 
 from dataflow.system.messages import Channel
+from operators.engine.vllm.adapter_weights import NUMBER
 from operators.engine.vllm.messages import (
     CODEC,
     Failed,
@@ -77,6 +78,20 @@ class Server:
             "enforce_eager": is_cpu,
             "enable_prefix_caching": True,
         }
+        self._adapters: Any = None
+        """What every rollout names, where the model has adapters."""
+        if opened.adapters is not None:
+            from vllm.lora.request import LoRARequest  # type: ignore[import-not-found,unused-ignore]
+
+            self._adapters = LoRARequest("adapters", NUMBER, "/in/memory")
+            settings |= {
+                "enable_lora": True,
+                "max_loras": 1,
+                "max_lora_rank": opened.adapters.room,
+                "lora_target_modules": sorted(
+                    {path.rpartition(".")[2] for path in opened.adapters.layers}
+                ),
+            }
         arguments = EngineArgs(
             model=opened.model,
             dtype=opened.dtype,
@@ -104,11 +119,17 @@ class Server:
         self._all("memory_unnamed")
         self.bytes_held: tuple[int, ...] = ()
         self.unseen: tuple[str, ...] = ()
+        pieces: list[Any] = []
+        if opened.site is not None or opened.adapters is not None:
+            layers, start = (
+                (opened.adapters.layers, opened.adapters.start) if opened.adapters else ({}, None)
+            )
+            pieces = self._all("weights_record", opened.shapes, layers, start)
         if opened.site is not None:
             ends = self._all(
                 "weights_open",
                 msgspec.msgpack.encode(opened.site),
-                self._all("weights_record", opened.shapes),
+                pieces,
                 msgspec.msgpack.encode(opened.limits),
                 opened.attempt,
             )
@@ -242,6 +263,7 @@ class Server:
                 flat_logprobs=True,
                 output_kind=RequestOutputKind.DELTA,
             ),
+            lora_request=self._adapters,
         )
 
 

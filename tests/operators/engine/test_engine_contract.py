@@ -17,6 +17,7 @@ import torch
 from replaying import drive, recomputed, replayed
 
 from dataflow.folder.partial_rollouts import PartialRollout
+from dataflow.model import LoRA, Model
 from dataflow.weight_ends import WeightSite
 from operators.engine import build
 from operators.engine.decode import Engine
@@ -25,6 +26,7 @@ from operators.engine.sampler import Sampling
 from operators.engine.stop_strings import StopStrings
 from operators.engine.vllm.engine import VllmEngine, VllmWeights
 from operators.engine.vllm.process import PYTHON
+from operators.models.adapters import Merged, adapted_layers
 from transport.weights import FlatLayout, SharedMemory, WeightWriter
 
 pytestmark = pytest.mark.timeout(600)
@@ -38,7 +40,10 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", {}),
     "tied": ("llama", {"tie_word_embeddings": True}),
     "experts": ("qwen3_moe", {}),
+    "adapters": ("llama", {"tie_word_embeddings": True}),
 }
+ADAPTED = {"adapters": LoRA(3, alpha=6)}
+"""By family, what alone is sent; its engine is vLLM's here."""
 NEEDS_VLLM = (
     pytest.mark.slow,
     pytest.mark.skipif(PYTHON not in os.environ, reason=f"{PYTHON} names no interpreter"),
@@ -46,13 +51,16 @@ NEEDS_VLLM = (
 
 
 class Served:
-    """An engine, and how versions get into it: a model's weights, all times so much."""
+    """An engine, and how versions get into it: a model's weights, all times so much; or adapters
+    of which B is.
+    """
 
     def __init__(
         self, kind: str, family: str, make_model: Callable[..., Any], folder: Path, knobs: Any
     ) -> None:
         name, changes = FAMILIES[family]
         self._make = lambda: make_model(name, **WIDE, **changes)
+        self._lora = ADAPTED.get(family)
         knobs = {
             "slots": 8,
             "context_tokens": 128,
@@ -77,7 +85,7 @@ class Served:
         address = f"ipc://{folder}/w.sock"
         folder.chmod(0o700)
         self._writer = WeightWriter(
-            FlatLayout.of(dict(model.named_parameters())), SharedMemory(address, folder=folder)
+            FlatLayout.of(self._sent(1.0)), SharedMemory(address, folder=folder)
         )
         site = WeightSite(
             executor="shared_memory",
@@ -87,20 +95,40 @@ class Served:
             name="generator-0",
         )
         ranks = int(kind.removeprefix("vllm-"))
-        self.engine = VllmEngine(folder, python=os.environ[PYTHON], ranks=ranks, site=site, **knobs)
+        declared = Model(str(folder), lora=self._lora)
+        self.engine = VllmEngine(
+            declared, python=os.environ[PYTHON], ranks=ranks, site=site, **knobs
+        )
         self.weights = VllmWeights(self.engine)
 
     def policy(self, scale: float = 1.0) -> Any:
         model = self._make()
+        if self._lora is not None:
+            merged = Merged(model, adapted_layers(model, self._lora))
+            for name, tensor in self._sent(scale).items():
+                merged.tensors[name].copy_(tensor)
+            merged.adopted()
+            return model
         with torch.no_grad():
             for weight in model.parameters():
                 weight.mul_(scale)
         return model
 
+    def _sent(self, scale: float) -> dict[str, torch.Tensor]:
+        """By the trainer's names, what it sends of a version."""
+        if self._lora is None:
+            return dict(self.policy(scale).named_parameters())
+        model, noise = self._make(), torch.Generator().manual_seed(1)
+        empty = Merged(model, adapted_layers(model, self._lora)).tensors
+        return {
+            name: 0.3 * torch.randn(tensor.shape, generator=noise) * (scale if "_B" in name else 1)
+            for name, tensor in empty.items()
+        }
+
     def adopt(self, scale: float = 1.0) -> int:
         """The number of the version that is in use now."""
         version = self.engine.version + 1
-        tensors = dict(self.policy(scale).named_parameters())
+        tensors = self._sent(scale)
         if isinstance(self.engine, Engine):
             for name, weight in tensors.items():
                 self.engine.tensors[name].copy_(weight)

@@ -8,7 +8,7 @@ import pytest
 from dataflow.limits import Limits
 from dataflow.system.messages import MessageError
 from dataflow.weight_ends import WeightSite
-from operators.engine.vllm.messages import CODEC, Offered, Open, Start, Step, Stepped
+from operators.engine.vllm.messages import CODEC, Adapters, Offered, Open, Start, Step, Stepped
 from operators.engine.vllm.process import environment_of
 
 OPEN = Open(
@@ -23,8 +23,9 @@ OPEN = Open(
     cache_budget=1,
     page_tokens=None,
     recomputes=False,
-    arguments={"quantization": "fp8", "max_loras": 3},
+    arguments={"quantization": "fp8", "seed": 3},
     shapes={"a.weight": (3, 5), "b": ()},
+    adapters=Adapters(layers={"a": ("a.weight", "b", 0.5)}, room=8, start=None),
     site=WeightSite(
         executor="gloo",
         is_sharded=True,
