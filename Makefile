@@ -18,7 +18,7 @@ NARROW_TEST = $(TEST) -m 'not slow and not gpu' tests/operators tests/transport/
 # vLLM's build for processors, whose environment pins other versions than ours.
 VLLM_VENV ?= .venv-vllm
 VLLM_MARK = $(VLLM_VENV)/.installed
-VLLM_TESTS = tests/operators/engine/test_engine_contract.py tests/operators/engine/vllm tests/runs/weights/test_vllm_runs.py tests/runs/episodes/test_vllm_episodes.py
+VLLM_TESTS = tests/operators/engine/test_engine_contract.py tests/operators/engine/vllm tests/runs/weights/test_vllm_runs.py tests/runs/episodes/test_vllm_episodes.py tests/bench/test_gpu_vllm_bench.py
 RESULTS ?= runs
 
 .PHONY: venv demo real test test-all test-narrow test-vllm quick every lint style types bench bench-narrow pictures docs clean

@@ -15,6 +15,7 @@ prompt counted once per group.
 
 shared: a whole graph with generator and trainer on this GPU, see bench.gpu.shared.
 public: nano-vllm's benchmark of 256 requests, see bench.gpu.public.
+vllm: the same on vLLM, which takes versions meanwhile, see bench.gpu.vllm.
 attention: one layer's decode attention by itself, for several tilings of the kernel.
 weights: new versions from one process to another on the same GPU, see bench.gpu.weights.
 trainer: one training step of a 1.7 B model in several ways, see bench.gpu.trainer.
@@ -55,11 +56,12 @@ from bench.gpu.systems import (
 )
 from bench.gpu.timing import clear, measure_bandwidth
 from bench.gpu.trainer import TRAINER_S, measure_trainer
+from bench.gpu.vllm import measure_vllm
 from bench.gpu.weights import WEIGHTS_S, measure_weights
 from bench.report import Figure, Report
 
 ROOT = Path(__file__).parents[2]
-PARTS = ("shared", "public", "tests", "weights", "ours", "trainer", "attention", "hf")
+PARTS = ("shared", "public", "vllm", "tests", "weights", "ours", "trainer", "attention", "hf")
 """In this order, the synchronous graph of `shared` after all but hf."""
 TESTS_S, OURS_S, HF_S, ATTENTION_S = 120.0, 20.0, 30.0, 30.0
 """Most seconds of each part: of a row, for ours and hf."""
@@ -113,6 +115,8 @@ def main(arguments: list[str] | None = None) -> int:
         failed |= not measure_shared(report, "async", clock.left, device, options.tiny)
     if "public" in parts:
         failed |= not measure_public(report, lambda: clock.left, device, options.tiny)
+    if "vllm" in parts:
+        failed |= not measure_vllm(report, lambda: clock.left, device, options.tiny)
     if "tests" in parts:
         failed |= not _tests(device, clock, report)
     bandwidth = measure_bandwidth(device, 1 << (24 if options.tiny else 32))
