@@ -246,8 +246,8 @@ class VllmEngine:
 
     @property
     def live(self) -> int:
-        """Rollouts that have started and not ended."""
-        return len(self._rows)
+        """Rollouts that have started, and whose end `step` has not told."""
+        return len(self._rows) + len(self._ended)
 
     @property
     def waiting(self) -> int:
@@ -299,7 +299,10 @@ class VllmEngine:
         """
         rows = [self._rows.pop(ticket).row() for ticket in tickets if ticket in self._rows]
         self._gone += [row.ticket for row in rows]
-        return [row.ended(ABORTED) for row in rows]
+        wanted = set(tickets)
+        ended = [row for row in self._ended if row.ticket in wanted]
+        self._ended = [row for row in self._ended if row.ticket not in wanted]
+        return [*ended, *(row.ended(ABORTED) for row in rows)]
 
     def progress(self, ticket: int) -> Row | None:
         """A live rollout as it is now; None when it has ended or never started."""

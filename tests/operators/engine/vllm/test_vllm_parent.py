@@ -82,6 +82,24 @@ def test_tokens_carry_the_version_that_they_were_drawn_with(scripted, start):
     assert engine.held_s == [0.25, 0.25]
 
 
+def test_what_ends_while_the_engine_listens_or_updates_is_told_by_the_next_step(scripted, start):
+    """Or nobody would ask for a step, and wait for ever."""
+    for look in ("listen", "update", "abort"):
+        engine = scripted({"versions": {"1": 5}}, slots=3)
+        weights = VllmWeights(engine)
+        assert engine.step([start([0, 10], most=1)]) == []
+        if look == "update":
+            assert engine.update() == 5
+        else:
+            weights.poll()
+            weights.poll()
+        assert engine.progress(0) is None and engine.live == 2 and engine.free == 1
+        told = engine.abort([1]) if look == "abort" else []
+        told += engine.step()
+        assert sorted((row.ticket, row.reason) for row in told) == [(0, TOO_LONG), (1, TOO_LONG)]
+        assert engine.live == 0 and engine.free == 3 and engine.step() == []
+
+
 def test_a_rollout_goes_on_with_what_an_earlier_process_drew(scripted, start):
     engine = scripted()
     engine.step([start([0, 10], most=12)])
