@@ -15,6 +15,7 @@ class Cable:
         self.address = f"tcp://127.0.0.1:{self._listener.getsockname()[1]}"
         self.is_cut = False
         """Whether it swallows everything."""
+        self._lock, self._is_over = threading.Lock(), False
         self._near: list[socket.socket] = []
         self._far: list[socket.socket] = []
         threading.Thread(target=self._accept, daemon=True).start()
@@ -23,9 +24,13 @@ class Cable:
         with contextlib.suppress(OSError):
             while True:
                 near, _ = self._listener.accept()
-                far = socket.create_connection(self._server)
-                self._near.append(near)
-                self._far.append(far)
+                with self._lock:
+                    if self._is_over:  # nobody would close what comes now
+                        near.close()
+                        return
+                    self._near.append(near)
+                    far = socket.create_connection(self._server)
+                    self._far.append(far)
                 for ends in ((near, far), (far, near)):
                     threading.Thread(target=self._carry, args=ends, daemon=True).start()
 
@@ -43,6 +48,8 @@ class Cable:
                 each.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
+        with self._lock:
+            self._is_over = True
         for each in (self._listener, *self._near, *self._far):
             with contextlib.suppress(OSError):
                 each.shutdown(socket.SHUT_RDWR)

@@ -265,10 +265,10 @@ def test_a_template_whose_calls_have_no_known_beginning_is_refused(rows, templat
 
 def test_the_client_of_openai_forces_calls(tooled, rows):
     openai = pytest.importorskip("openai")
-    with served(
-        service_of(scripted(tooled, answers, context_tokens=2048), tooled, rows)
-    ) as address:
-        theirs = openai.OpenAI(base_url=f"{address}/v1", api_key="one", max_retries=0)
+    with (
+        served(service_of(scripted(tooled, answers, context_tokens=2048), tooled, rows)) as address,
+        openai.OpenAI(base_url=f"{address}/v1", api_key="one", max_retries=0) as theirs,
+    ):
         said = theirs.chat.completions.create(
             model="tiny", messages=[USER], tools=CHAT_TOOLS, tool_choice="required"
         )
@@ -283,10 +283,10 @@ def test_the_client_of_openai_forces_calls(tooled, rows):
 
 def test_the_client_of_anthropic_forces_calls(tooled, rows):
     anthropic = pytest.importorskip("anthropic")
-    with served(
-        service_of(scripted(tooled, answers, context_tokens=2048), tooled, rows)
-    ) as address:
-        other = anthropic.Anthropic(base_url=address, api_key="two", max_retries=0)
+    with (
+        served(service_of(scripted(tooled, answers, context_tokens=2048), tooled, rows)) as address,
+        anthropic.Anthropic(base_url=address, api_key="two", max_retries=0) as other,
+    ):
         said = other.messages.create(
             model="tiny",
             messages=[USER],

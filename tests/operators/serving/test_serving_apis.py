@@ -245,10 +245,10 @@ def test_openais_responses_call_tools(client, rows, tooled):
 
 def test_the_clients_of_openai_are_served(tooled, rows):
     openai = pytest.importorskip("openai")
-    with served(
-        service_of(scripted(tooled, answers, context_tokens=2048), tooled, rows)
-    ) as address:
-        client = openai.OpenAI(base_url=f"{address}/v1", api_key="rollout-1", max_retries=0)
+    with (
+        served(service_of(scripted(tooled, answers, context_tokens=2048), tooled, rows)) as address,
+        openai.OpenAI(base_url=f"{address}/v1", api_key="rollout-1", max_retries=0) as client,
+    ):
         said = client.chat.completions.create(model="tiny", messages=[USER], tools=[TOOL])
         (call,) = said.choices[0].message.tool_calls
         result = {"role": "tool", "tool_call_id": call.id, "content": "4"}
@@ -273,10 +273,10 @@ def test_the_client_of_anthropic_is_served(tooled, rows):
     anthropic = pytest.importorskip("anthropic")
     tool = {"name": "add", "description": "Adds.", "input_schema": SCHEMA}
     ask = {"model": "tiny", "max_tokens": 900, "tools": [tool]}
-    with served(
-        service_of(scripted(tooled, answers, context_tokens=2048), tooled, rows)
-    ) as address:
-        client = anthropic.Anthropic(base_url=address, api_key="rollout-1", max_retries=0)
+    with (
+        served(service_of(scripted(tooled, answers, context_tokens=2048), tooled, rows)) as address,
+        anthropic.Anthropic(base_url=address, api_key="rollout-1", max_retries=0) as client,
+    ):
         said = client.messages.create(messages=[USER], **ask)
         use = said.content[1]
         assert (use.name, use.input) == ("add", {"a": 1})
